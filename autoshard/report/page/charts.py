@@ -238,12 +238,12 @@ def step_charts(
     measured = [Dot(x=step, y=time_s, tip=f"step {step}: {format_seconds(time_s)}") for step, time_s in times]
     if points:
         axis = Axis(name="", text=lambda value: f"{value:.3g}")
-        charts.append(line_chart("Loss", [Line(name="loss", points=points)], number, axis))
+        charts.append(line_chart("Loss", [Line(name="loss", points=points, kind="line measured")], number, axis))
     if measured:
-        lines, axis = [Line(name="measured", points=measured)], Axis(name="", text=format_seconds)
+        lines, axis = [Line(name="measured", points=measured, kind="line measured")], Axis(name="", text=format_seconds)
         if prediction:
             ends = [Dot(x=dot.x, y=prediction[0], tip="") for dot in (measured[0], measured[-1])]
-            lines.append(Line(name="predicted", points=ends))
+            lines.append(Line(name="predicted", points=ends, kind="line predicted"))
         band = prediction and prediction[1:]
         charts.append(line_chart("Step time", lines, number, axis, band=band, band_name="interval of the prediction"))
     return tag("div", charts, class_="charts")

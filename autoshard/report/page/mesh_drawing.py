@@ -1,4 +1,4 @@
-"""The mesh on its nodes: a square for every rank, coloured by its place on an axis, with its groups to point at."""
+"""The mesh on its nodes: a square for every rank with its place on an axis, and its groups to point at."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,6 @@ from autoshard.report.page.timeline import shown_ranks
 from autoshard.report.sheet import Cell, Column, Node, Table, sheet_rows
 
 MOST_RANKS = 640
-_COLOURS = 8
 _WORDS = {"tp": "tensor", "cp": "context", "ep": "expert", "pp": "pipeline", "dp": "data"}
 
 
@@ -50,8 +49,8 @@ def _nodes(plan: Plan) -> Markup:
         cells: list[Markup] = []
         for rank in ranks:
             places = _places(plan, rank, axes)
-            colour = places[axes.index(coloured)] % _COLOURS if axes else 0
-            cells.append(tag("i", class_=f"k{colour}", data_rank=rank, data_at=".".join(map(str, places))))
+            place = places[axes.index(coloured)] if axes else 0
+            cells.append(tag("i", str(place), class_=f"k{place}", data_rank=rank, data_at=".".join(map(str, places))))
         boxes.append(tag("div", tag("span", f"node {node}"), tag("div", cells, class_="cells"), class_="node"))
     choices = (
         tag("label", tag("input", type="radio", name="axis", value=place, checked=axis == coloured), f" {axis}")
@@ -60,10 +59,17 @@ def _nodes(plan: Plan) -> Markup:
     left_out = cluster.num_nodes - count
     note = f"{count} of {cluster.num_nodes} nodes are drawn, at equal distances." if left_out else None
     return figure_of(
-        tag("span", f"Ranks on {'nodes' if count > 1 else 'the node'}, coloured by place on ", choices, class_="axes"),
+        tag("span", f"Ranks on {'nodes' if count > 1 else 'the node'}; the number is the place on ", choices, class_="axes"),
+        tag("style", Markup(_colours(mesh.size(coloured) if coloured else 1))),
         tag("div", boxes, class_="nodes", data_axes=" ".join(axes)),
         tag("p", note, class_="about") if note else None,
     )
+
+
+def _colours(count: int) -> str:
+    """Return the colours of places on an axis: neighbours differ in hue and in lightness."""
+    return "".join(f".k{place}{{--turn:{place / count:.3g};--light:{'70%' if place % 2 else '87%'}}}"
+                   for place in range(count))  # fmt: skip
 
 
 def _places(plan: Plan, rank: int, axes: list[str]) -> list[int]:

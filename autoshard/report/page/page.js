@@ -43,57 +43,80 @@ function seconds(value) {
 
 // What can be moved and pointed at below an element; a page may bring in more than one such part.
 function enliven(root) {
-  // Timelines: the view box is what is seen of the step; all timelines and their ticks move together.
+  const views = { cut: { start: 0, share: 1 }, whole: { start: 0, share: 1 } };
+  // Timelines: the view box is what is seen of the step; timelines that are cut, and those that are not, move together.
   const timelines = [...root.querySelectorAll(".timeline")].map((whole) => {
     const stage = whole.querySelector(".stage"), svg = stage.querySelector("svg");
     const units = +whole.dataset.units, times = new Map(whole.dataset.seconds.split(";").map((one) => one.split("=")));
-    return { whole, stage, svg, units, times, end: +whole.dataset.end, ticks: stage.querySelector(".ticks") };
+    const [from, until, gap] = (whole.dataset.cut || "Infinity Infinity 0").split(" ").map(Number);
+    return {
+      whole, stage, svg, units, times, from, until, gap, end: +whole.dataset.end, ticks: stage.querySelector(".ticks"),
+      hatched: [...stage.querySelectorAll(".hatched")], view: whole.dataset.cut ? views.cut : views.whole,
+    };
   });
-  const view = { start: 0, share: 1 };
+  // From places on an axis to moments of the step, and back: what is not drawn takes the width of its gap alone.
+  function moment(one, place) {
+    if (place <= one.from) return place;
+    return place >= one.from + one.gap ? place - one.gap - one.from + one.until : one.until;
+  }
+  function placeOf(one, time) { return time <= one.from ? time : time - one.until + one.from + one.gap; }
   function draw() {
-    view.share = Math.min(1, Math.max(1e-4, view.share));
-    view.start = Math.min(1 - view.share, Math.max(0, view.start));
+    for (const view of Object.values(views)) {
+      view.share = Math.min(1, Math.max(1e-4, view.share));
+      view.start = Math.min(1 - view.share, Math.max(0, view.start));
+    }
     for (const one of timelines) {
-      const height = one.svg.viewBox.baseVal.height;
+      const { view, from, until } = one, height = one.svg.viewBox.baseVal.height;
       one.svg.setAttribute("viewBox", `${view.start * one.units} 0 ${view.share * one.units} ${height}`);
+      for (const part of one.hatched) {
+        part.style.left = 100 * (part.dataset.from - view.start) / view.share + "%";
+        part.style.width = 100 * (part.dataset.until - part.dataset.from) / view.share + "%";
+      }
       const shown = view.share * one.end, rough = shown / Math.max(2, one.stage.clientWidth / 110);
       const power = 10 ** Math.floor(Math.log10(rough)), step = [1, 2, 5, 10].map((n) => n * power).find((n) => n >= rough);
-      const ticks = [];
-      for (let at = Math.ceil(view.start * one.end / step) * step; at <= (view.start + view.share) * one.end; at += step) {
+      const ticks = [], last = moment(one, (view.start + view.share) * one.end);
+      for (let at = Math.ceil(moment(one, view.start * one.end) / step) * step; at <= last; at += step) {
+        if (at > from && at < until) at = Math.ceil(until / step) * step;
+        if (at > last) break;
         const tick = document.createElement("span");
-        tick.style.left = 100 * (at / one.end - view.start) / view.share + "%";
+        tick.style.left = 100 * (placeOf(one, at) / one.end - view.start) / view.share + "%";
         tick.textContent = seconds(at);
         ticks.push(tick);
       }
       one.ticks.replaceChildren(...ticks);
       if (ticks.length && ticks.at(-1).offsetLeft + ticks.at(-1).offsetWidth > one.stage.clientWidth) ticks.at(-1).remove();
+      const hidden = ticks.findIndex((tick, n) => n && tick.offsetLeft < ticks[n - 1].offsetLeft + ticks[n - 1].offsetWidth);
+      if (hidden > 0) ticks[hidden].remove();
     }
   }
-  function zoom(factor, middle) {
+  function zoom(view, factor, middle) {
     const at = view.start + middle * view.share;
     view.share *= factor;
     view.start = at - middle * Math.min(1, view.share);
     draw();
   }
   const moves = {
-    in: () => zoom(0.5, 0.5), out: () => zoom(2, 0.5), all: () => { view.start = 0; view.share = 1; draw(); },
-    left: () => { view.start -= view.share / 4; draw(); }, right: () => { view.start += view.share / 4; draw(); },
+    in: (view) => zoom(view, 0.5, 0.5), out: (view) => zoom(view, 2, 0.5),
+    all: (view) => { view.start = 0; view.share = 1; draw(); },
+    left: (view) => { view.start -= view.share / 4; draw(); }, right: (view) => { view.start += view.share / 4; draw(); },
   };
   const keys = { "+": "in", "=": "in", "-": "out", "0": "all", Home: "all", ArrowLeft: "left", ArrowRight: "right" };
-  for (const button of root.querySelectorAll("[data-zoom]")) button.addEventListener("click", () => moves[button.dataset.zoom]());
-  for (const { stage } of timelines) {
+  for (const { whole, stage, view } of timelines) {
+    for (const button of whole.parentNode.querySelectorAll("[data-zoom]")) {
+      button.addEventListener("click", () => moves[button.dataset.zoom](view));
+    }
     stage.addEventListener("keydown", (event) => {
-      if (keys[event.key]) { moves[keys[event.key]](); event.preventDefault(); }
+      if (keys[event.key]) { moves[keys[event.key]](view); event.preventDefault(); }
     });
     stage.addEventListener("wheel", (event) => {
       if (!event.ctrlKey && !event.metaKey && !event.shiftKey) return; // the page scrolls
       event.preventDefault();
       const box = stage.getBoundingClientRect();
-      zoom((event.deltaY || event.deltaX) > 0 ? 1.25 : 0.8, (event.clientX - box.left) / box.width);
+      zoom(view, (event.deltaY || event.deltaX) > 0 ? 1.25 : 0.8, (event.clientX - box.left) / box.width);
     }, { passive: false });
     stage.addEventListener("dblclick", (event) => {
       const box = stage.getBoundingClientRect();
-      zoom(0.4, (event.clientX - box.left) / box.width);
+      zoom(view, 0.4, (event.clientX - box.left) / box.width);
     });
     stage.addEventListener("pointerdown", (down) => {
       if (down.button) return;
@@ -106,6 +129,7 @@ function enliven(root) {
       stage.addEventListener("pointercancel", end, { once: true });
     });
   }
+  root.addEventListener("toggle", draw, true);
   addEventListener("resize", draw);
   draw();
 
@@ -128,14 +152,14 @@ function enliven(root) {
     const one = timelines.find(({ svg }) => svg.contains(path));
     if (!one) return "";
     const box = one.svg.getBoundingClientRect();
-    const at = (view.start + view.share * (event.clientX - box.left) / box.width) * one.units;
+    const at = (one.view.start + one.view.share * (event.clientX - box.left) / box.width) * one.units;
     const number = pieces(path).findIndex(([start, end]) => start <= at && at <= end);
     if (number < 0) return "";
     const listed = path.dataset.batches.split(" ").map(Number), kind = path.classList[0], stage = path.dataset.stage;
     const batch = listed.length > 1 ? listed[number] : listed[0] + number;
     const time = one.times.get(kind + stage), rank = path.parentNode.dataset.rank;
     return `${kind}${stage}.${batch}: ${words[kind]} of micro-batch ${batch}, stage ${stage}, rank ${rank}; ` +
-      `${seconds(+time)} from ${seconds(pieces(path)[number][0] / one.units * one.end)}`;
+      `${seconds(+time)} from ${seconds(moment(one, pieces(path)[number][0] / one.units * one.end))}`;
   }
 
   // The mesh: ranks of the same groups as the one pointed at, and colours by an axis.
@@ -145,7 +169,12 @@ function enliven(root) {
   let chosen = Math.max(0, [...root.querySelectorAll("[name=axis]")].findIndex((one) => one.checked));
   for (const choice of root.querySelectorAll("[name=axis]")) choice.addEventListener("change", () => {
     chosen = +choice.value;
-    for (const { cell, at } of cells) cell.className = "k" + at[chosen] % 8;
+    const count = 1 + Math.max(...cells.map(({ at }) => at[chosen]));
+    for (const { cell, at } of cells) {
+      cell.style.setProperty("--turn", at[chosen] / count);
+      cell.style.setProperty("--light", at[chosen] % 2 ? "70%" : "87%");
+      cell.textContent = at[chosen];
+    }
   });
   function rank(event) {
     const pointed = cells.find(({ cell }) => cell === event.target);
@@ -159,6 +188,6 @@ function enliven(root) {
   }
   const under = (event) => root.contains(event.target) ? action(event) || rank(event) : "";
   lively.push(under);
-  return () => { lively.splice(lively.indexOf(under), 1); removeEventListener("resize", draw); };
+  return () => { lively.splice(lively.indexOf(under), 1); removeEventListener("resize", draw); root.removeEventListener("toggle", draw, true); };
 }
 enliven(document);

@@ -24,7 +24,7 @@ from autoshard.report.page.elements import (
 from autoshard.report.page.mesh_drawing import mesh_section
 from autoshard.report.page.runs import run_section
 from autoshard.report.page.shown import ShownPlan
-from autoshard.report.page.timeline import memory_charts, timeline, timeline_legend
+from autoshard.report.page.timeline import lengths_of, memory_charts, timeline_legend, timelines
 from autoshard.report.plan_sheets import (
     headroom_words,
     memory_table,
@@ -150,10 +150,10 @@ def _time(figures: Node) -> Markup:
 
 def _timelines(shown: Sequence[ShownPlan]) -> Markup:
     """Return the steps of all plans on one axis."""
-    end_s = max(page.timeline.end_s for page in shown)
+    lengths_s = lengths_of([page.timeline for page in shown])
     named = (page.name if len(shown) > 1 else "" for page in shown)
-    drawn = [timeline(page.plan, page.timeline, end_s, name) for page, name in zip(shown, named, strict=True)]
-    about = "Ranks that differ only in tp, dp, cp or ep do the same at the same time, and share a row."
+    drawn = [timelines(page.plan, page.timeline, lengths_s, name) for page, name in zip(shown, named, strict=True)]
+    about = "A row is a pipeline rank. " +  "Ranks that differ only in tp, dp, cp or ep do the same at the same time, and share a row."
     colours = timeline_legend([page.timeline for page in shown])
     return section("timeline", "The pipeline's timeline", drawn, colours, about=about)
 
