@@ -39,7 +39,7 @@ def report(
     """Draw a plan as a page to look at: its step, memory, mesh, operations, runners-up, and what was refused.
 
     Args:
-        plans: The plan file. Further ones are set beside it; the difference to the second is explained.
+        plans: The plan file. Further ones are set beside it; how each differs from the first is explained.
         run: The folder of a run of the plan, to set what was measured beside the prediction.
         out: The page to write: one HTML file that needs no network.
         open: Also open the page in the browser.
@@ -63,11 +63,11 @@ def report(
             return print_refused(misfits, json=json)
     alone = len({path.stem for path in plans}) == len(plans)
     names = [path.stem if alone else str(path) for path in plans]
-    shown, two, data = _page_content(plans, names, read, run)
+    shown, against, data = _page_content(plans, names, read, run)
     if json:
         print_answer(data)
         return 0
-    write_text(plan_page(shown, Node(data), two), out)
+    write_text(plan_page(shown, Node(data), against), out)
     print(f"wrote {out}")
     if open:
         open_page(out)
@@ -76,18 +76,18 @@ def report(
 
 def _page_content(
     places: Sequence[Path], names: Sequence[str], read: Sequence[CheckedPlan], run: Path | None
-) -> tuple[list[ShownPlan], Diff | None, dict[str, Any]]:
-    """Return what a page draws: plans, the difference between the first two, and all figures."""
+) -> tuple[list[ShownPlan], list[Diff], dict[str, Any]]:
+    """Return what a page draws: plans, the differences of the others to the first, and all figures."""
     shown = [_shown(*entry) for entry in zip(places, names, read, strict=True)]
-    two = compared(shown[0].plan, shown[1].plan) if len(shown) > 1 else None
-    return shown, two, page_json(shown, two, run_data(run, shown[0].plan) if run else None)
+    against = [compared(shown[0].plan, rival.plan) for rival in shown[1:]]
+    return shown, against, page_json(shown, against, run_data(run, shown[0].plan) if run else None)
 
 
 def draw_page(plans: Mapping[str, CheckedPlan], run: Path | None, out: Path) -> Path:
     """Draw plans by name, and a run of the first, as one page; return its path."""
     names = [*plans]
-    shown, two, data = _page_content([*map(Path, names)], names, [*plans.values()], run)
-    write_text(plan_page(shown, Node(data), two), out)
+    shown, against, data = _page_content([*map(Path, names)], names, [*plans.values()], run)
+    write_text(plan_page(shown, Node(data), against), out)
     return out
 
 

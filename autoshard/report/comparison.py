@@ -15,7 +15,7 @@ _SHORT = 24  # characters of a value that stands in a table
 _MOST_CHARACTERS = 240  # of a value: action lists are long
 _LEAST_REASON = 0.1  # share of the difference; smaller parts are not named as reasons
 _TIMES = 2.0  # from this ratio on, a factor is clearer than a percentage
-_STACKED = ("", "a", "b")  # columns of texts that are too long to share a line
+_LETTERS = ("a", "b")
 _MANY = 1e6  # of a count, from which on it has a unit
 _FIGURES = {  # what is predicted -> its keys in the JSON of a side
     "step": ("step_time_s",), "step, at least": ("low_s",), "step, at most": ("high_s",),
@@ -25,16 +25,19 @@ _FIGURES = {  # what is predicted -> its keys in the JSON of a side
     "compiling before the first step": ("compile_s",),
 }  # fmt: skip
 
+Names = tuple[str, str]
 
-def sentences(diff: Diff) -> list[str]:
+
+def sentences(diff: Diff, names: Names = _LETTERS) -> list[str]:
     """Return the verdict in sentences, the most important first; ``misfits`` returns the sentences about memory."""
+    a, b = names
     a_s, b_s = format_seconds(diff.a.step_time_s), format_seconds(diff.b.step_time_s)
     if diff.is_nothing:
         return [f"nothing differs: the plans are the same, {a_s} a step"]
     if diff.question:
-        lines = _different_questions(diff)
+        lines = _different_questions(diff, names)
     elif diff.slower_by == 0:
-        return [f"b takes as long as a, {a_s} a step"]
+        return [f"{b} takes as long as {a}, {a_s} a step"]
     else:
         ratio = diff.b.step_time_s / diff.a.step_time_s
         if ratio >= _TIMES:
@@ -43,11 +46,13 @@ def sentences(diff: Diff) -> list[str]:
             verdict = f"is {1 / ratio:.1f} times as fast"
         else:
             verdict = f"is {_percent(diff.slower_by)} {'slower' if ratio > 1 else 'faster'}"
-        lines = [f"b {verdict} ({b_s} against {a_s} a step){_because(diff.time)}"]
+        lines = [f"{b} {verdict} ({b_s} against {a_s} a step){_because(diff.time)}"]
     if diff.ratio and diff.slower_by:
-        lines.append(f"80% interval of b against a, without what both are off by together: {ratio_words(diff.ratio)}")
+        lines.append(
+            f"80% interval of {b} against {a}, without what both are off by together: {ratio_words(diff.ratio)}"
+        )
     elif diff.is_within_intervals and diff.slower_by:
-        widths = f"a factor of {1 + diff.a.width:.2f} for a, {1 + diff.b.width:.2f} for b"
+        widths = f"a factor of {1 + diff.a.width:.2f} for {a}, {1 + diff.b.width:.2f} for {b}"
         lines.append(f"each lies within the other's interval ({widths}), so a prediction cannot say which is faster")
     if diff.a.basis != diff.b.basis:
         cause = "which may cause a part of the difference"
@@ -55,11 +60,11 @@ def sentences(diff: Diff) -> list[str]:
     return lines
 
 
-def misfits(diff: Diff) -> list[str]:
+def misfits(diff: Diff, names: Names = _LETTERS) -> list[str]:
     """Return one sentence for each plan that needs more memory than a rank has."""
     return [
         f"{name} does not fit in memory: {side.peak_bytes / GIB:.2f} of {side.capacity_bytes / GIB:.2f} GiB"
-        for name, side in (("a", diff.a), ("b", diff.b))
+        for name, side in zip(names, (diff.a, diff.b), strict=True)
         if not side.fits
     ]
 
@@ -92,7 +97,7 @@ def _because(time: Breakdown) -> str:
     return because + (f"; {listed(against)}" if against else "")
 
 
-def _different_questions(diff: Diff) -> list[str]:
+def _different_questions(diff: Diff, names: Names) -> list[str]:
     """Compare plans for different models, batches or clusters by tokens per second, per rank and per dollar."""
     a, b = diff.a, diff.b
     parts = sorted({change.name.partition(".")[0] for change in diff.question})
@@ -112,19 +117,22 @@ def _different_questions(diff: Diff) -> list[str]:
         else:
             texts.append(f"{_percent(share)} {'more' if share > 0 else 'fewer'} {unit} {both}")
     verb = "differs" if len(parts) == 1 else "differ"
-    lines = [f"the plans answer different questions: {' and '.join(parts)} {verb}", f"b has {'; '.join(texts)}"]
+    lines = [
+        f"the plans answer different questions: {' and '.join(parts)} {verb}",
+        f"{names[1]} has {'; '.join(texts)}",
+    ]
     if "model" in parts:
         lines.append("a token costs each model different work: compare MFU to see how well each plan uses its ranks")
     return lines
 
 
-def comparison_sheets(diff: Diff, figures: Node, names: tuple[str, str]) -> Iterator[Sheet]:
+def comparison_sheets(diff: Diff, figures: Node, names: Names, heads: Names = _LETTERS) -> Iterator[Sheet]:
     """Yield the verdict, then tables of the choices that differ and of every part of the predictions.
 
-    ``figures`` is the JSON of the comparison.
+    ``figures`` is the JSON of the comparison. Sentences and columns call the plans by ``heads``.
     """
-    verdict, *more = figures["summary"].value
-    misfit = misfits(diff)
+    misfit = misfits(diff, heads)
+    verdict, *more = [*sentences(diff, heads), *misfit]
     notes = [Words(line, "bad") if line in misfit else line for line in more]
     remarks = [Words(f"note: {remark}", "warning") for remark in figures["remarks"].value]
     sides = [Fact(letter, name) for letter, name in zip("ab", names, strict=True)]
@@ -134,10 +142,11 @@ def comparison_sheets(diff: Diff, figures: Node, names: tuple[str, str]) -> Iter
     if diff.is_nothing:
         return
     tables = [
-        *_changes("The questions differ in", diff.question), *_changes("The plans differ in", diff.choices),
-        _predicted(figures), *_breakdowns(diff, figures), *_line_table(diff),
+        *_changes("The questions differ in", diff.question, heads),
+        *_changes("The plans differ in", diff.choices, heads),
+        _predicted(figures, heads), *_breakdowns(diff, figures, heads), *_line_table(diff, heads),
     ]  # fmt: skip
-    bases = [f"prediction of {name} {side.basis}" for name, side in (("a", diff.a), ("b", diff.b))]
+    bases = [f"prediction of {name} {side.basis}" for name, side in zip(heads, (diff.a, diff.b), strict=True)]
     bases = [f"predictions {diff.a.basis}"] if diff.a.basis == diff.b.basis else bases
     yield Sheet(tables=tables)
     yield Sheet(notes=[Words(basis, "warning") for basis in bases])
@@ -178,7 +187,7 @@ def _quantity(flip: Node, key: str) -> Cell:
     return flip[key].figure(lambda count: format_count(count) if count >= _MANY else f"{count:g}")
 
 
-def _changes(title: str, changes: Sequence[PlanChange]) -> Iterator[Table]:
+def _changes(title: str, changes: Sequence[PlanChange], heads: Names) -> Iterator[Table]:
     """Yield a table of what differs; values that are too long for it stand below, so that they can be pasted."""
     if not changes:
         return
@@ -186,10 +195,10 @@ def _changes(title: str, changes: Sequence[PlanChange]) -> Iterator[Table]:
     values = [(change.name, *(_value(change.name, value) for value in (change.a, change.b))) for change in first]
     left_out = [(f"and {len(changes) - _MOST_CHANGES} more", "", "")] if len(changes) > _MOST_CHANGES else []
     short = [row for row in values if max(map(len, row[1:])) <= _SHORT]
-    yield Table(title, ("", "a", "b"), [*short, *left_out])
+    yield Table(title, ("", *heads), [*short, *left_out])
     if long := [row for row in values if row not in short]:
         rows = [(name, *(Words(_cut(text), "code") for text in texts)) for name, *texts in long]
-        yield Table("", _STACKED, rows, stacked=True, whole=("a", "b"))
+        yield Table("", ("", *heads), rows, stacked=True, whole=heads)
 
 
 def _value(name: str, value: str | float | None) -> str:
@@ -202,42 +211,45 @@ def _cut(text: str) -> str:
     return text if len(text) <= _MOST_CHARACTERS else f"{text[:_MOST_CHARACTERS]}..."
 
 
-def _predicted(figures: Node) -> Table:
+def _predicted(figures: Node, heads: Names) -> Table:
     """Return the figures of both plans side by side, without those that neither plan has."""
     rows: list[tuple[Cell, ...]] = []
     for name, keys in _FIGURES.items():
-        a, b = (figures[side].at(*keys) for side in "ab")
-        if a.value is not None or b.value is not None:
-            share = b.value / a.value - 1 if a.value and b.value is not None else 0.0
-            rows.append((name, a.figure(), b.figure(), f"{share:+.1%}" if round(share, 9) else ""))
-    columns = ("", ">a", ">b", ">b against a")
+        first, second = (figures[side].at(*keys) for side in "ab")
+        if first.value is not None or second.value is not None:
+            share = second.value / first.value - 1 if first.value and second.value is not None else 0.0
+            rows.append((name, first.figure(), second.figure(), f"{share:+.1%}" if round(share, 9) else ""))
+    a, b = heads
+    columns = ("", f">{a}", f">{b}", f">{b} against {a}")
     return Table("What is predicted", columns, rows, drop=columns[-1:])
 
 
-def _breakdowns(diff: Diff, figures: Node) -> Iterator[Table]:
+def _breakdowns(diff: Diff, figures: Node, heads: Names) -> Iterator[Table]:
     """Yield where the time goes and what it rests on, what the fullest rank holds, and what is sent."""
+    a, b = heads
     ranks = diff.a.fullest_rank, diff.b.fullest_rank
-    which = f"pipeline rank {ranks[0]}" if ranks[0] == ranks[1] else f"{ranks[0]} of a, {ranks[1]} of b"
+    which = f"pipeline rank {ranks[0]}" if ranks[0] == ranks[1] else f"{ranks[0]} of {a}, {ranks[1]} of {b}"
     if any(term.difference for term in diff.time.parts):
         title = "Time of a step" if diff.same_tokens else "Time per million tokens"
-        yield _breakdown(title, figures["time"], format_seconds)
+        yield _breakdown(title, figures["time"], format_seconds, heads)
         rests = [(TIME_WORDS.get(part.name, part.name), diff.evidence.get(part.name, "")) for part in diff.time.parts]
         if diff.evidence:
             yield Table("What each part rests on", ("part", "evidence"), rests)
     if any(term.difference for term in diff.memory.parts):
-        yield _breakdown(f"Memory of the fullest rank ({which})", figures["memory"], format_bytes)
+        yield _breakdown(f"Memory of the fullest rank ({which})", figures["memory"], format_bytes, heads)
     if any(term.difference for term in diff.sent):
         rows = [(term["name"].value, *_cells(term, format_bytes)) for term in figures["sent"]]
-        yield Table("Sent in a step by the busiest rank", ("axis", ">a", ">b", ">b - a"), rows)
+        yield Table("Sent in a step by the busiest rank", ("axis", f">{a}", f">{b}", f">{b} - {a}"), rows)
 
 
-def _breakdown(title: str, whole: Node, text: Callable[[float], str]) -> Table:
+def _breakdown(title: str, whole: Node, text: Callable[[float], str], heads: Names) -> Table:
     rows: list[tuple[Cell, ...]] = []
     for part in whole["parts"]:
         name, share = str(part["name"].value), part["share"].figure(lambda share: f"{round(share, 3) + 0.0:.1%}")
         rows.append((TIME_WORDS.get(name, name), *_cells(part, text), share if part["share"].value else ""))
     rows.append((whole["total"]["name"].value, *_cells(whole["total"], text), ""))
-    columns = ("part", ">a", ">b", ">b - a", ">of the difference")
+    a, b = heads
+    columns = ("part", f">{a}", f">{b}", f">{b} - {a}", ">of the difference")
     return Table(title, columns, rows, drop=columns[-1:], total=True)
 
 
@@ -246,7 +258,7 @@ def _cells(term: Node, text: Callable[[float], str]) -> tuple[Cell, ...]:
     return term["a"].figure(text), term["b"].figure(text), more
 
 
-def _line_table(diff: Diff) -> Iterator[Table]:
+def _line_table(diff: Diff, heads: Names) -> Iterator[Table]:
     """Yield a table of the lines that differ, in the order of the difference, and of blocks that one plan lacks."""
     count = len(diff.lines)
     first = f", the first {_MOST_LINES} are printed" if count > _MOST_LINES else ""
@@ -256,7 +268,7 @@ def _line_table(diff: Diff) -> Iterator[Table]:
         for line in diff.lines[:_MOST_LINES]
     ]
     for block in diff.blocks:
-        name, lines = ("a", block.a) if block.b is None else ("b", block.b)
+        name, lines = (heads[0], block.a) if block.b is None else (heads[1], block.b)
         rows.append((f"{block.name}: only {name} has this block ({lines} lines)", "", ""))
     if rows:
-        yield Table(f"Layouts of operations{differs}", _STACKED, rows, stacked=True, whole=("a", "b"))
+        yield Table(f"Layouts of operations{differs}", ("", *heads), rows, stacked=True, whole=heads)

@@ -216,10 +216,10 @@ def doubts(outside: Mapping[str, str], most: int | None = None) -> Iterator[str]
         yield f"likely too fast: MFU {outside['mfu']}"
 
 
-def _large(count: float) -> str:
+def large_words(count: float) -> str:
     """Write a large number as people say it.
 
-    >>> _large(3.574e9), _large(15e12), _large(512)
+    >>> large_words(3.574e9), large_words(15e12), large_words(512)
     ('3.57 billion', '15 trillion', '512')
     """
     unit, word = next(((unit, f" {word}") for unit, word in _LARGE if count >= unit), (1.0, ""))
@@ -228,7 +228,7 @@ def _large(count: float) -> str:
 
 def day_fact(plan: Plan, dollars: Node) -> Fact:
     """Say how many tokens a day trains on, and what it costs at which price."""
-    tokens = f"{_large(prediction_of(plan).tokens_per_s * _DAY_S)} tokens"
+    tokens = f"{large_words(prediction_of(plan).tokens_per_s * _DAY_S)} tokens"
     if not plan.dollars:
         return Fact("day", tokens)
     usd = plan.dollars.price_usd_per_node_hour * 24 * plan.cluster.num_nodes
@@ -248,7 +248,7 @@ def total_words(plan: Plan, total_tokens: float) -> str:
     time_s, dollars = total_tokens / prediction_of(plan).tokens_per_s, plan.dollars
     took = f"{time_s / _DAY_S:,.1f} days" if time_s >= 2 * _DAY_S else format_seconds(time_s)
     cost = f" and {format_dollars(dollars.usd_per_billion_tokens * total_tokens / 1e9)}" if dollars else ""
-    return f"{_large(total_tokens)} tokens take {took}{cost}"
+    return f"{large_words(total_tokens)} tokens take {took}{cost}"
 
 
 def search_words(certificate: Certificate) -> str:

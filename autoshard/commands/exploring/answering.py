@@ -176,7 +176,7 @@ def _answer(question: PaneQuestion, result: SearchResult, *, final: bool) -> Eve
         answer = answers.runnable(answers.name)
     plan = answer.plan
     shown = _shown(plan)
-    data = Node(page_json([shown], None, None))
+    data = Node(page_json([shown], (), None))
     html = answer_fragment(Shown(plan=shown, answers=answers, answer=answer, total_tokens=question.total_tokens), data)
     return {"kind": "answer", "final": final, "html": html.text, "plan": dump(plan)}
 
@@ -195,7 +195,7 @@ def _shown(plan: Plan, name: str = "plan", *, whole: bool = False) -> ShownPlan:
 def draw_whole(send: Send, _: Send, plan_text: str) -> None:
     """Send the page that ``autoshard report`` draws of a plan."""
     shown = _shown(load(plan_text), whole=True)
-    send({"kind": "page", "final": True, "html": plan_page([shown], Node(page_json([shown], None, None)))})
+    send({"kind": "page", "final": True, "html": plan_page([shown], Node(page_json([shown], (), None)))})
 
 
 def draw_difference(send: Send, _: Send, texts: Iterable[str]) -> None:

@@ -71,7 +71,7 @@ def answer_fragment(shown: Shown, data: Node) -> Markup:
 
 def difference_fragment(difference: Diff, data: Node) -> Markup:
     """Return how the plan of the second pane differs from that of the first."""
-    return difference_section(difference, data, ("the first question", "the second question"), folded=True)
+    return difference_section(difference, data, ("the first answer", "the second answer"), folded=True)
 
 
 def explorer_file(name: str) -> str:

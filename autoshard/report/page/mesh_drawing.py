@@ -59,7 +59,12 @@ def _nodes(plan: Plan) -> Markup:
     left_out = cluster.num_nodes - count
     note = f"{count} of {cluster.num_nodes} nodes are drawn, at equal distances." if left_out else None
     return figure_of(
-        tag("span", f"Ranks on {'nodes' if count > 1 else 'the node'}; the number is the place on ", choices, class_="axes"),
+        tag(
+            "span",
+            f"Ranks on {'nodes' if count > 1 else 'the node'}; the number is the place on ",
+            choices,
+            class_="axes",
+        ),
         tag("style", Markup(_colours(mesh.size(coloured) if coloured else 1))),
         tag("div", boxes, class_="nodes", data_axes=" ".join(axes)),
         tag("p", note, class_="about") if note else None,

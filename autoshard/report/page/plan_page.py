@@ -2,8 +2,10 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 from autoshard.plan.diff import Diff
+from autoshard.plan.plan import Plan
 from autoshard.report.answers import answers_notes, answers_table
 from autoshard.report.comparison import comparison_sheets
 from autoshard.report.explanation import blocks_sheet
@@ -13,14 +15,15 @@ from autoshard.report.page.elements import (
     Content,
     Markup,
     details,
+    facts,
     notes,
     section,
-    sheet_head,
     sheet_section,
     stacked_bar,
     table,
     tag,
 )
+from autoshard.report.page.headline import beside_table, headline, measured_facts
 from autoshard.report.page.mesh_drawing import mesh_section
 from autoshard.report.page.runs import run_section
 from autoshard.report.page.shown import ShownPlan
@@ -34,11 +37,12 @@ from autoshard.report.plan_sheets import (
     stage_table,
     time_sheet,
 )
-from autoshard.report.sheet import Column, Fact, Node, Sheet, Table, Words, sheet_rows
+from autoshard.report.sheet import Column, Fact, Node, Sheet, Table, Words, plain, sheet_rows
 from autoshard.report.words import layout_words, prediction_of, time_bar
+from autoshard.spec.cluster import LOCAL, Cluster
 from autoshard.units import GIB, format_at_most, format_dollars, format_seconds
 
-SECTIONS = ("time", "timeline", "memory", "mesh", "blocks", "pareto", "others", "refused", "basis")  # of a whole page
+SECTIONS = ("others", "pareto", "time", "timeline", "memory", "mesh", "blocks", "refused", "basis")  # of a whole page
 _STATE = ("weights", "gradients", "masters", "optimizer")
 _KEYS = {"activations": "activations, logits"}  # drawn as one area
 _NO_SEARCH = "This plan file holds no search: it was made by --at, by hand, or by an older autoshard. Plan again."
@@ -46,25 +50,24 @@ _NOTHING = 1e-9  # of a step
 _NEAR = 1.5  # times the fastest: slower layouts would squeeze the others into a corner
 
 
-def plan_page(shown: Sequence[ShownPlan], data: Node, difference: Diff | None = None) -> str:
-    """Return the page: the first plan whole, the others beside it; ``difference`` is that of the first two."""
+def plan_page(shown: Sequence[ShownPlan], data: Node, differences: Sequence[Diff] = ()) -> str:
+    """Return the page: the first plan whole, the others beside it; ``differences`` are those of the others to it."""
     first, sections = shown[0], list[tuple[str, str, Markup]]()
-    if len(shown) > 1:
-        sections.append(("plans", "Plans", sheet_section(_plans(shown, data))))
-    if difference:
-        sections.append(
-            (
-                "difference",
-                "Difference",
-                difference_section(difference, data["difference"], (shown[0].name, shown[1].name)),
-            )
-        )
     if data["run"]:
         sections.append(("run", "Run", run_section(first.plan, data["run"])))
+    if len(shown) > 1:
+        sections.append(("plans", "Plans", sheet_section(_plans(shown, data))))
+    compared = zip(shown[1:], differences, [data["difference"], *data["further_differences"]], strict=False)
+    for number, (rival, difference, figures) in enumerate(compared):
+        names = first.name, rival.name
+        name = "difference" if not number else f"difference-{number + 1}"
+        drawn = difference_section(difference, figures, names, name=name, folded=number > 0)
+        sections.append((name, f"{rival.name} against {first.name}", drawn))
     sections += plan_sections(shown, data)
     cluster = first.plan.cluster
     title = f"{first.plan.model.name} on {cluster.num_nodes} x {cluster.name}"
-    return document(title, sections, head=plan_head(first, data["plans"][0]))
+    title = f"{', '.join(page.name for page in shown)}: {len(shown)} plans" if len(shown) > 1 else title
+    return document(title, sections, head=plan_head(first, data["plans"][0], data["run"], named=len(shown) > 1))
 
 
 def plan_sections(
@@ -79,7 +82,7 @@ def plan_sections(
         "mesh": ("Mesh", lambda: mesh_section("mesh", first.plan, figures)),
         "blocks": ("Operations", lambda: _blocks(first, figures)),
         "pareto": ("Trade-offs", lambda: _pareto(shown, data)),
-        "others": ("Runners-up", lambda: sheet_section(_answers(figures))),
+        "others": ("Answers", lambda: _answers(first, figures)),
         "refused": ("Refused", lambda: sheet_section(_refused(figures))),
         "basis": ("Basis", lambda: _basis(shown)),
     }
@@ -88,14 +91,34 @@ def plan_sections(
         yield name, entry, draw()
 
 
-def plan_head(shown: ShownPlan, figures: Node) -> list[Content]:
-    """Return the plan in a sentence and in large figures, with what is unusual about it."""
-    headline, answer = plan_headline(shown.plan, figures), _answer_of(figures)
+def plan_head(shown: ShownPlan, figures: Node, run: Node | None = None, *, named: bool = False) -> list[Content]:
+    """Return the plan in two sentences and in large figures, those that a run measured first, and what is unusual."""
+    whole, answer = plan_headline(shown.plan, figures), _answer_of(figures)
+    run = run if run else Node(None)
     gap = [Fact("distance from the best", answer["gap"].figure(_distance))] if answer else []
     remark = [Words(shown.remark, "warning")] if shown.remark else []
     warnings = [*plan_warnings(shown.plan), *remark]
-    whole = Sheet(title=headline.title, about=headline.about, facts=[*headline.facts, *gap])
-    return [*sheet_head(whole), tag("p", tag("code", str(shown.plan.candidate))), *notes(warnings)]
+    plan, *predicted = map(partial(_priced, shown.plan), whole.facts)
+    if run:
+        memory = next(fact for fact in predicted if fact.name == "memory")
+        predicted = [*measured_facts(run), replace(memory, name="memory, predicted")]
+    said, (rests_on, _, details_of) = headline(shown, figures, run), prediction_of(shown.plan).basis.partition(":")
+    rests_on += f":{details_of}" if rests_on == "uncalibrated" else ""
+    basis = Words(f"Predicted seconds: {rests_on}.", "soft")
+    return [
+        tag("h1", f"{shown.name}: " if named else None, whole.title, tag("small", whole.about)),
+        tag("p", said.text, class_="lead bad" if said.kind == "bad" else "lead said"),
+        tag("p", tag("strong", plain(plan.name)), ": ", plain(plan.value)),
+        facts([*predicted, *gap]),
+        tag("p", tag("code", str(shown.plan.candidate))),
+        *notes([*warnings, basis]),
+    ]
+
+
+def _priced(plan: Plan, fact: Fact) -> Fact:
+    """Return a fact; that of a day says why it has no dollars."""
+    lacks = fact.name == "day" and not plan.dollars and plan.cluster.name != LOCAL
+    return replace(fact, beside="no price is known; plan --price takes yours") if lacks else fact
 
 
 def _distance(gap: float) -> str:
@@ -106,23 +129,32 @@ def _distance(gap: float) -> str:
 
 def _plans(shown: Sequence[ShownPlan], data: Node) -> Sheet:
     words = {figures.path: layout_words(plan.plan) for plan, figures in zip(shown, data["plans"], strict=True)}
+    questions = {figures.path: plan.plan for plan, figures in zip(shown, data["plans"], strict=True)}
     columns: dict[str, Column] = {
-        "plan": "name", ">step": ("prediction", "step_time_s"), ">tokens/s": ("prediction", "tokens_per_s"),
+        "plan": "name", "model": lambda figures: questions[figures.path].model.name,
+        "cluster": lambda figures: _place_words(questions[figures.path].cluster),
+        ">step": ("prediction", "step_time_s"), ">tokens/s": ("prediction", "tokens_per_s"),
         ">MFU": ("prediction", "mfu"), ">memory": "peak_bytes",
         ">$ / 1e9 tokens": ("dollars", "usd_per_billion_tokens"), "layout": lambda figures: words[figures.path],
     }  # fmt: skip
-    about = "The first is drawn below; the others beside it."
+    about = f"What follows is {shown[0].name} unless it names another plan."
     tables = [Table("", [*columns], sheet_rows(data["plans"], columns))]
     return Sheet(name="plans", title="The plans", about=about, tables=tables)
 
 
-def difference_section(difference: Diff, figures: Node, names: tuple[str, str], *, folded: bool = False) -> Markup:
-    """Return how plan b differs from plan a, as ``compare`` says it; its tables may open at a click."""
+def _place_words(cluster: Cluster) -> str:
+    return f"{cluster.num_nodes} x {cluster.name}"
+
+
+def difference_section(
+    difference: Diff, figures: Node, names: tuple[str, str], *, name: str = "difference", folded: bool = False
+) -> Markup:
+    """Return how the second plan differs from the first, as ``compare`` says it; its tables may open at a click."""
     first, second = names
-    _, verdict, *tables = comparison_sheets(difference, figures, names)
+    _, verdict, *tables = comparison_sheets(difference, figures, names, names)
     whole = Sheet(
-        name="difference",
-        title=f"b, {second}, against a, {first}",
+        name=name,
+        title=f"{second} against {first}",
         tables=[table for sheet in tables for table in sheet.tables],
         notes=[note for sheet in tables for note in sheet.notes],
     )
@@ -145,7 +177,8 @@ def _blocks(shown: ShownPlan, figures: Node) -> Markup:
 def _time(figures: Node) -> Markup:
     """Return where the seconds of a step go, as a bar and as a table."""
     parts, step_s = figures["prediction"]["time_parts"].value, figures["prediction"]["step_time_s"].value
-    return sheet_section(time_sheet(figures), stacked_bar(time_bar(parts, step_s), 1.0))
+    largest = sorted(time_bar(parts, step_s), key=lambda part: -part.size)
+    return sheet_section(time_sheet(figures), stacked_bar(largest, 1.0))
 
 
 def _timelines(shown: Sequence[ShownPlan]) -> Markup:
@@ -153,7 +186,10 @@ def _timelines(shown: Sequence[ShownPlan]) -> Markup:
     lengths_s = lengths_of([page.timeline for page in shown])
     named = (page.name if len(shown) > 1 else "" for page in shown)
     drawn = [timelines(page.plan, page.timeline, lengths_s, name) for page, name in zip(shown, named, strict=True)]
-    about = "A row is a pipeline rank. " +  "Ranks that differ only in tp, dp, cp or ep do the same at the same time, and share a row."
+    about = (
+        "A row is a pipeline rank. "
+        + "Ranks that differ only in tp, dp, cp or ep do the same at the same time, and share a row."
+    )
     colours = timeline_legend([page.timeline for page in shown])
     return section("timeline", "The pipeline's timeline", drawn, colours, about=about)
 
@@ -178,20 +214,25 @@ def _memory(shown: ShownPlan, figures: Node) -> Markup:
     return sheet_section(sheet, memory_charts(plan, shown.timeline, shown.timeline.end_s), legend(keys))
 
 
-def _answers(figures: Node) -> Sheet:
-    """Return the other answers to the question, with what each loses by."""
+def _answers(shown: ShownPlan, figures: Node) -> Markup:
+    """Return the plan beside what others run, then all answers to the question, with what each loses by."""
     name, record = "others", figures["search"]
     if not record:
-        return Sheet(name=name, title="Runners-up", notes=[_NO_SEARCH])
-    answers = list(record["answers"])
+        return sheet_section(Sheet(name=name, title="Answers", notes=[_NO_SEARCH]))
+    answers, beside = list(record["answers"]), beside_table(shown, figures)
     edited = "The plan was edited since: it is none of these."
     warnings = [] if _answer_of(figures) else [Words(edited, "warning")]
-    return Sheet(
+    whole_table = answers_table(answers, answers[0], figures["candidate"].value)
+    whole = Sheet(
         name=name,
-        title="Answers and runners-up",
+        title="The answers, and what others run",
         about=record["statement"].value,
-        tables=[answers_table(answers, answers[0], figures["candidate"].value)],
         notes=[*warnings, *answers_notes(answers)],
+    )
+    return sheet_section(
+        whole,
+        table(beside) if beside else None,
+        details("All answers and runners-up", table(whole_table), open=not beside),
     )
 
 

@@ -1,5 +1,6 @@
 """A run beside the prediction of its plan: step by step, and part by part."""
 
+import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -38,7 +39,32 @@ def run_data(folder: Path, plan: Plan) -> dict[str, Any]:
     compared = any(logged.compared for logged in run.steps)
     with inside("--run"):
         ended = _ended(folder / REPORT)
-    return {"folder": str(folder), "same_machine": compared, "steps": steps, **ended}
+    data = {"folder": str(folder), "same_machine": compared, "steps": steps, **ended}
+    return {**data, **figures_of(plan, data)}
+
+
+def figures_of(plan: Plan, run: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a run measured of a step so far, and what was predicted of it."""
+    predicted, steps = prediction_of(plan), run["steps"]
+    steady = [step["time_s"] for step in steps if step["phase"] == "steady"] or [step["time_s"] for step in steps]
+    ended = run["step_time_s"]
+    step_s = ended["measured"] if ended else statistics.median(steady)
+    speed = predicted.step_time_s / step_s
+    return {
+        "measured": {
+            "step_time_s": step_s,
+            "tokens_per_s": predicted.tokens_per_s * speed,
+            "mfu": predicted.mfu * speed,
+            "losses": {"first": steps[0]["loss"], "last": steps[-1]["loss"]},
+        },
+        "predicted": {
+            "step_time_s": predicted.step_time_s,
+            "low_s": predicted.low_s,
+            "high_s": predicted.high_s,
+            "tokens_per_s": predicted.tokens_per_s,
+            "mfu": predicted.mfu,
+        },
+    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

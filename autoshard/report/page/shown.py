@@ -30,12 +30,14 @@ class ShownPlan:
     remark: str = ""  # what was noticed when it was read: that it was edited, or is out of date
 
 
-def page_json(shown: Sequence[ShownPlan], difference: Diff | None, run: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return every figure of the page: of each plan, of two plans against each other, of a run."""
+def page_json(shown: Sequence[ShownPlan], differences: Sequence[Diff], run: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return every figure of the page: of each plan, of the other plans against the first, of a run."""
     remarks = [f"{plan.name}: {plan.remark}" for plan in shown if plan.remark]
+    first, further = differences[:1], [comparison_json(difference, remarks) for difference in differences[1:]]
     return {
         "plans": list(map(_plan_json, shown)),
-        "difference": difference and comparison_json(difference, remarks),
+        "difference": comparison_json(first[0], remarks) if first else None,
+        "further_differences": further,
         "run": run,
     }
 

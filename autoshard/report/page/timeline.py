@@ -194,9 +194,7 @@ def _row(row: RankRow, per_s: float, short: Stretch | None) -> list[Content]:
     for position in positions:
         groups[row.action(position)[:2]].append(position)
     middle, ends_at = _ROW // 2, int(units(np.array(step.makespan_s)))
-    shapes: list[Content] = [
-        tag("rect", x=0, y=middle - _BAR // 2, width=ends_at, height=_BAR, class_="wait")
-    ]
+    shapes: list[Content] = [tag("rect", x=0, y=middle - _BAR // 2, width=ends_at, height=_BAR, class_="wait")]
     for (kind, stage), places in groups.items():
         numbers = rank.micro_batches[places].tolist()
         in_turn = numbers == list(range(numbers[0], numbers[0] + len(numbers)))
@@ -266,13 +264,19 @@ def memory_charts(plan: Plan, step: StepTimeline, end_s: float) -> Markup:
 
 def _upward(top: float) -> Markup:
     """Return the numbers at the side of a drawing of memory, at round sizes."""
-    unit, name = next(((size, name) for size, name in ((GIB, "GiB"), (GIB / 1024, "MiB")) if top >= size), (1024, "KiB"))
+    unit, name = next(
+        ((size, name) for size, name in ((GIB, "GiB"), (GIB / 1024, "MiB")) if top >= size), (1024, "KiB")
+    )
     rough = top / unit / _SIZES
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(power * times for times in (1, 2, 5, 10) if power * times >= rough)
     sizes = [number * step for number in range(math.floor(top / unit / step) + 1)]
     marks = (
-        tag("span", f"{size:g}" + (f" {name}" if size == sizes[-1] else ""), style=f"bottom:{100 * size * unit / top:.3g}%")
+        tag(
+            "span",
+            f"{size:g}" + (f" {name}" if size == sizes[-1] else ""),
+            style=f"bottom:{100 * size * unit / top:.3g}%",
+        )
         for size in sizes
     )
     return tag("div", marks, class_="upward", aria_hidden="true")

@@ -48,9 +48,9 @@ def shown(name: str, plan: Plan) -> ShownPlan:
 def page_of(*plans: Plan, run: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
     """Return the page of plans and the JSON of its figures, as a file would hold it."""
     all_shown = [shown(f"plan{number}", plan) for number, plan in enumerate(plans)]
-    difference = diff(*plans[:2]) if len(plans) > 1 else None
-    data = page_json(all_shown, difference, run)
-    return plan_page(all_shown, Node(data), difference), json.loads(json.dumps(data))
+    against = [diff(plans[0], other) for other in plans[1:]]
+    data = page_json(all_shown, against, run)
+    return plan_page(all_shown, Node(data), against), json.loads(json.dumps(data))
 
 
 @functools.cache

@@ -9,8 +9,12 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
+from autoshard.plan.diff import diff
 from autoshard.plan.plan import Plan
+from autoshard.report.comparison import sentences
 from autoshard.report.page.elements import tag
+from autoshard.report.page.runs import figures_of
+from autoshard.report.page.stretch import stretch_of
 from autoshard.report.page.timeline import MOST_ACTIONS, MOST_MEMORIES, memory_charts, timeline
 from autoshard.report.sheet import Node
 from autoshard.units import format_bytes, format_count, format_dollars, format_seconds
@@ -18,7 +22,7 @@ from tests.report.page.pages import page_named, page_of, plan_named, read
 from tests.report.test_trace import CASES, case
 from tests.slower import rest_is_slow
 
-_SECTIONS = ("time", "timeline", "memory", "mesh", "blocks", "pareto", "others", "refused", "basis")
+_SECTIONS = ("others", "pareto", "time", "timeline", "memory", "mesh", "blocks", "refused", "basis")
 _MOST_BYTES = 300_000
 
 
@@ -134,7 +138,8 @@ def test_two_plans_are_drawn_on_one_axis_and_their_difference_is_named():
     page = read(text)
     ends = {float(one.attributes["data-end"]) for one in page.every("div") if "data-end" in one.attributes}
     assert len(ends) == 1 and len([one for one in page.every("div") if one.attributes.get("class") == "timeline"]) == 2
-    assert data["difference"]["summary"][0] in page.whole_text
+    text = page.whole_text
+    assert sentences(diff(fast, other), ("plan0", "plan1"))[0] in text and "plan1 against plan0" in text
     parts = data["difference"]["time"]["parts"]
     paths = {figure.attributes["data-path"] for figure in page.every("data")}
     assert {f"difference.time.parts.{number}.difference" for number in range(len(parts))} <= paths
@@ -144,6 +149,81 @@ def test_plans_of_different_questions_say_what_each_rests_on_and_write_bytes_as_
     text = read(page_of(plan_named("small"), plan_named("dense"))[0]).whole_text
     assert "Seconds of plan0: " in text and "Seconds of plan1: calibrated on" in text
     assert len(re.findall(r"buckets\.\w+_bytes[\d.]+ MiB[\d.]+ MiB", text)) == 2
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved", "zb_v"])
+def test_a_short_drawing_shows_every_action_outside_its_cut_in_its_place(name: str):
+    plan, step = case(name)
+    assert stretch_of(case("gpipe")[1]) is None  # all of it fills or drains
+    short = stretch_of(step)
+    assert short and short.from_s < short.until_s
+    end_s = short.drawn_s(step.end_s)
+    drawn = read(timeline(plan, step, end_s, short=short).text)
+    assert end_s < step.end_s
+    frame = drawn.every("div")[0].attributes
+    assert frame["data-cut"] == f"{short.from_s:.6g} {short.until_s:.6g} {short.gap_s:.6g}"
+    per_s, whole = int(frame["data-units"]) / end_s, 0
+    for rank, group in zip(step.ranks, drawn.every("g"), strict=True):
+        outside = (rank.start_s < short.from_s) | (rank.end_s > short.until_s)
+        starts = np.sort(short.place(rank.start_s[outside])) * per_s
+        paths = [path for path in group.every("path") if "data-stage" in path.attributes]
+        found = sorted(start for path in paths for start, _ in pieces(path.attributes["d"]))
+        assert np.abs(np.array(found) - starts).max() <= 1
+        assert {path.attributes["class"] for path in paths} == set(rank.kinds)
+        whole += len(found)
+    assert whole < sum(len(rank.kinds) for rank in step.ranks)
+    areas = [one.attributes for one in drawn.every("div") if one.attributes.get("class") == "hatched"]
+    assert [float(area["data-from"]) for area in areas] == [pytest.approx(short.from_s / end_s, rel=1e-5)]
+    assert "The hatched part stands for" in drawn.whole_text
+
+
+def test_the_head_says_one_sentence_and_a_run_comes_first():
+    plan = plan_named("dense")
+    assert plan.prediction
+    lead = head_of_page(page_named("dense"))
+    assert re.fullmatch(
+        r"llama3-8b trains on [\d.]+ billion tokens a day for \$[\d,]+ on 2 x trn1.32xlarge, by prediction; .*\.", lead
+    )
+    small = plan_named("small")
+    run = run_of(small, [6.0, 5.5])
+    page = read(page_of(small, run=run)[0])
+    assert head_of_page(page_of(small, run=run)[0]).startswith("The run took ")
+    cards = [card.every("dt")[0].whole_text for card in page.every("dl")[0].every("div")]
+    assert cards[:3] == ["step, measured", "speed, measured", "loss, measured"] and "memory, predicted" in cards
+    measured_s = run["step_time_s"]["measured"]
+    assert page.every("dl")[0].every("dd")[0].whole_text.startswith(format_seconds(measured_s))
+    slow = {**run, "step_time_s": {**run["step_time_s"], "measured": 30 * measured_s}}
+    slow |= figures_of(small, slow)
+    text = page_of(small, run=slow)[0]
+    assert "45 times what was predicted and outside its interval" in head_of_page(text) and "lead bad" in text
+    elsewhere = {**run, "same_machine": False}
+    assert "on another machine" in head_of_page(page_of(small, run=elsewhere)[0])
+
+
+def head_of_page(text: str) -> str:
+    return next(one.whole_text for one in read(text).every("p") if one.attributes.get("class", "").startswith("lead "))
+
+
+def test_the_plan_stands_beside_what_others_run():
+    plan = plan_named("dense")
+    text, data = page_of(plan)
+    section = next(one for one in read(text).every("section") if one.attributes["aria-labelledby"] == "others")
+    heads = [one.whole_text for one in section.every("thead")[0].every("th")]
+    answers = {answer["name"]: answer for answer in data["plans"][0]["search"]["answers"]}
+    assert heads[:2] == ["", "this plan"] and set(heads[2:]) <= set(answers) and len(heads) > 2
+    rows = {row.every("th")[0].whole_text: row for row in section.every("tbody")[0].every("tr")}
+    steps = [cell.whole_text for cell in rows["step"].every("td")]
+    assert steps[1:] == [format_seconds(answers[name]["step_time_s"]) for name in heads[2:]]
+    for name, cell in zip(heads[2:], rows["compute"].every("td")[1:], strict=True):
+        assert cell.whole_text == format_seconds(answers[name]["time_parts"]["compute"])
+
+
+def test_a_third_plan_is_compared_with_the_first_too():
+    plans = [plan_named("small", "fastest"), plan_named("small", "2"), plan_named("small", "3")]
+    text, data = page_of(*plans)
+    assert len(data["further_differences"]) == 1
+    assert 'id="difference"' in text and 'id="difference-2"' in text
+    assert sentences(diff(plans[0], plans[2]), ("plan0", "plan2"))[0] in read(text).whole_text
 
 
 def test_the_fullest_rank_is_among_those_whose_memory_is_drawn():
@@ -158,8 +238,8 @@ def test_the_fullest_rank_is_among_those_whose_memory_is_drawn():
         drawn = read(memory_charts(long, many, step.end_s).text)
         titles = [one.whole_text for one in drawn.every("figcaption")]
         assert len(titles) == MOST_MEMORIES
-        assert [title for title in titles if title.startswith(f"rank {place}: ")] == [
-            f"rank {place}: at most {format_bytes(full.most_bytes)}"
+        assert [title for title in titles if title.startswith(f"pipeline rank {place}: ")] == [
+            f"pipeline rank {place}: at most {format_bytes(full.most_bytes)}"
         ]
         assert f"Drawn are {MOST_MEMORIES} of 21 pipeline ranks" in drawn.whole_text
 
@@ -188,7 +268,8 @@ def run_of(plan: Plan, losses: list[float | None]) -> dict[str, Any]:
     pair = {"predicted": 2**20, "measured": 2**21}
     ranks = [{"ranks": [0, 1], "memory_bytes": {"weights": pair}, "sent_bytes": {"dp": pair}}]
     both = {"predicted": step_s, "low": step_s / 2, "high": step_s * 2, "measured": step_s * 1.5}
-    return {"folder": "runs/x", "same_machine": True, "steps": steps, "step_time_s": both, "ranks": ranks}
+    run = {"folder": "runs/x", "same_machine": True, "steps": steps, "step_time_s": both, "ranks": ranks}
+    return {**run, **figures_of(plan, run)}
 
 
 def test_a_run_stands_beside_its_prediction_step_by_step_and_part_by_part():

@@ -63,8 +63,8 @@ def test_what_plan_and_explain_print_stands_on_the_page(name: str) -> None:
 
 def test_what_compare_prints_stands_on_the_page() -> None:
     plans = plan_named("small", "fastest"), plan_named("small", "2")
-    found = diff(*plans)
-    _, verdict, *others = comparison_sheets(found, Node(comparison_json(found, ())), ("a", "b"))
+    found, names = diff(*plans), ("plan0", "plan1")
+    _, verdict, *others = comparison_sheets(found, Node(comparison_json(found, ())), names, names)
     page = page_of(*plans)[0]
     assert plain(verdict.title) in text_of(page) and sum(len(sheet.tables) for sheet in others) > 2
     assert_on(page, others)
