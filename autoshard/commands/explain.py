@@ -18,7 +18,8 @@ from autoshard.report.explanation import explanation_sheets
 from autoshard.report.module_sheets import module_sheets
 from autoshard.report.sheet import Node
 from autoshard.report.structured import explanation_json, why_not_json
-from autoshard.report.trace import trace_text
+from autoshard.report.traces.measured import measured_steps
+from autoshard.report.traces.predicted import trace_text
 from autoshard.search.ask.what_if import alternatives, why_not as compared
 from autoshard.spec.recipe import Pins
 from autoshard.spec.record import encode
@@ -29,6 +30,7 @@ def explain(
     why_not: Pins | None = None,
     calibration: Path | None = None,
     trace: Path | None = None,
+    run: Path | None = None,
     json: bool = False,
 ) -> int:
     """Show where the time and memory of a plan go, what limits it, every operation, and the next best plans.
@@ -39,13 +41,16 @@ def explain(
             exit code is 1 if no plan of that layout may run.
         calibration: A calibration file, made by `autoshard calibrate`. Default: the constants in the plan.
         trace: Also write the predicted step to this file, as a timeline for https://ui.perfetto.dev (at most 20 MB).
+        run: The folder of a run of the plan: the trace holds its measured step, and the passes of the steps that it
+            recorded with --profile.
         json: Print one JSON object instead of tables.
     """
+    require((run is None or trace is not None, "--run", "is what --trace draws beside the prediction. Type both"))
     if trace:
         is_plan = trace.exists() and plan.exists() and trace.samefile(plan)
         require((not is_plan, f"--trace {trace}", "is the plan itself"), *place_checks(trace, "--trace"))
     if is_module_plan(plan):
-        options = {"--why-not": why_not, "--calibration": calibration, "--trace": trace}
+        options = {"--why-not": why_not, "--calibration": calibration, "--trace": trace, "--run": run}
         require(
             *(
                 (value is None, name, f"is not for the plan of a module, as {plan} is")
@@ -61,8 +66,9 @@ def explain(
     if misfits:
         return print_refused(misfits, json=json)
     if trace:
+        measured = measured_steps(run, read.plan) if run else None
         with inside("--trace"):
-            text = trace_text(read.plan, timeline_of(read.plan))
+            text = trace_text(read.plan, timeline_of(read.plan), measured=measured)
         write_text(text, trace, "--trace")
     pricing = constants or calibration_of(read.plan)
     code = 0

@@ -38,7 +38,7 @@ Rows = NDArray[Any] | slice
 PASSES = ("F", "I", "W")
 TP = ("kv", "rep")
 _TO_EXPERTS = Dispatch | DispatchGradient
-_IN_PIECES = ("all_gather", "reduce_scatter")  # one for each rank, of which a product can wait for the first alone
+IN_PIECES = ("all_gather", "reduce_scatter")  # one for each rank, of which a product can wait for the first alone
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -312,7 +312,7 @@ def block_cost(work: BlockWork, rings: Mapping[tuple[str, ...], Ring], rates: Ra
         sent[axis] = sent[axis] + ring.sent_bytes(message.collective, message_bytes)
         if message.collective.kind == "reduce_scatter":
             scattered = scattered + message_bytes
-        if work.hides_tp and axis == "tp" and message.collective.kind in _IN_PIECES:
+        if work.hides_tp and axis == "tp" and message.collective.kind in IN_PIECES:
             hidden[message.pass_] = hidden[message.pass_] + work.hides_tp * (1 - 1 / ring.size) * time_s
     for pass_, most_s in hidden.items():
         parts = seconds[pass_]

@@ -13,6 +13,7 @@ LOGS = "logs"  # of the ranks
 POSITIONS, CHECKPOINTS, INDEX = "positions", "checkpoints", "index.json"
 PARTIAL = ".partial"  # ends the name of a checkpoint that is being written
 HANG_REPORTS = "hang-rank-*.txt"
+PROFILES = "profile"  # traces of steps that a run records
 
 
 def precedes_plan(path: Path) -> bool:
@@ -27,6 +28,11 @@ def precedes_plan(path: Path) -> bool:
 def hang_report(folder: Path, rank: int) -> Path:
     """Return where a rank reports that ranks hang."""
     return folder / HANG_REPORTS.replace("*", str(rank))
+
+
+def profile_path(folder: Path, step: int, rank: int) -> Path:
+    """Return where the trace of a rank's step lies; Perfetto and chrome://tracing open it."""
+    return folder / PROFILES / f"step-{step}-rank-{rank}.json.gz"
 
 
 def folder_of(step: int) -> str:

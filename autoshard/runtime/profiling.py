@@ -1,20 +1,13 @@
 """Recording steps with torch's profiler: a trace of each rank, in which actions have the names that the plan has."""
 
 from contextlib import suppress
-from pathlib import Path
 from types import TracebackType
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from autoshard.run.folder import profile_path
 from autoshard.run.protocol import HOST, Run
-
-FOLDER = "profile"  # in the folder of a run
-
-
-def profile_path(folder: Path, step: int, rank: int) -> Path:
-    """Return where the trace of a rank's step lies; Perfetto and chrome://tracing open it."""
-    return folder / FOLDER / f"step-{step}-rank-{rank}.json.gz"
 
 
 class StepProfile:

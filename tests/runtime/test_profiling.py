@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from autoshard.plan.codec import load
+from autoshard.run.folder import profile_path
 from autoshard.run.protocol import Run
-from autoshard.runtime.profiling import StepProfile, profile_path
+from autoshard.runtime.profiling import StepProfile
 from autoshard.schedule.builders import Action
 from autoshard.spec.training import Training
 from tests.conftest import Typed

@@ -15,7 +15,7 @@ from autoshard.files import replace_text
 from autoshard.plan.plan import Plan
 from autoshard.report.run import run_summary, step_line
 from autoshard.report.terminal import make_console
-from autoshard.report.trace import trace_text
+from autoshard.report.traces.predicted import trace_text
 from autoshard.run.folder import EVALUATIONS, METRICS
 from autoshard.run.reports import EvaluatedStep, RunReport, TimedStep
 from autoshard.runtime.metrics.log import MetricsLog, Pace, Paced, record_of

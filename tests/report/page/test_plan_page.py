@@ -19,7 +19,7 @@ from autoshard.report.page.timeline import MOST_ACTIONS, MOST_MEMORIES, memory_c
 from autoshard.report.sheet import Node
 from autoshard.units import format_bytes, format_count, format_dollars, format_seconds
 from tests.report.page.pages import page_named, page_of, plan_named, read
-from tests.report.test_trace import CASES, case
+from tests.report.traces.test_predicted import CASES, case
 from tests.slower import rest_is_slow
 
 _SECTIONS = ("others", "pareto", "time", "timeline", "memory", "mesh", "blocks", "refused", "basis")

@@ -12,7 +12,8 @@ from hypothesis import given, settings, strategies as st
 from autoshard.cost.built_in import built_in
 from autoshard.cost.timeline import timeline_of
 from autoshard.plan.candidate import Candidate
-from autoshard.report.trace import MOST_BYTES, trace_text
+from autoshard.report.traces.nested import NESTED
+from autoshard.report.traces.predicted import MOST_BYTES, trace_text
 from autoshard.search.bound.request import plan_at
 from tests.search.brute_force import ask
 
@@ -50,9 +51,10 @@ def predicted(plan):
 
 
 def lanes_of(events, but="waiting"):
+    """The slices of each lane without those that lie inside others."""
     lanes = defaultdict(list)
     for event in events:
-        if event["ph"] == "X" and event["cat"] != but:
+        if event["ph"] == "X" and event["cat"] not in (but, *NESTED):
             lanes[event["pid"], event["tid"]].append(event)
     return {key: sorted(own, key=lambda event: event["ts"]) for key, own in lanes.items()}
 
@@ -107,7 +109,7 @@ def test_what_is_drawn_as_waiting_adds_up_to_what_the_rank_neither_computes_nor_
         own = [event for event in lanes_of(data["traceEvents"], but="")[number, 1] if event["cat"] == "waiting"]
         waits = sum(event["args"]["waiting_s"] for event in own)
         assert waits == pytest.approx(sums["bubble_s"], rel=1e-6, abs=1e-7 * (len(own) + 10))
-    categories = {event["cat"] for event in data["traceEvents"] if event["ph"] == "X"}
+    categories = {event["cat"] for event in data["traceEvents"] if event["ph"] == "X"} - NESTED.keys()
     assert categories <= {
         "forward", "backward", "input gradients", "weight gradients", "waiting", "send", "receive",
         "after the pipeline",
@@ -183,6 +185,65 @@ def test_a_process_says_which_ranks_it_stands_for_and_the_file_what_it_rests_on(
     plan, about = case("1f1b")[0], read("1f1b")["otherData"]
     assert about["basis"] == predicted(plan).basis and "(not measured)" in about["title"]
     assert (about["candidate"], about["cluster"]) == (str(plan.candidate), "4 x trn1.32xlarge")
+
+
+def trees_of(events):
+    """The slices inside each pass as trees; a slice lies inside another as viewers say, in whole nanoseconds."""
+    trees = {}
+    for lane in {(e["pid"], e["tid"]) for e in events}:
+        stack = []
+        own = [e for e in events if e["ph"] == "X" and (e["pid"], e["tid"]) == lane]
+        for event in sorted(own, key=lambda e: (int(e["ts"] * 1000), -e["dur"])):
+            start = int(event["ts"] * 1000)
+            node = {**event, "start": start, "end": start + int(event["dur"] * 1000), "inside": []}
+            while stack and stack[-1]["end"] <= start:
+                stack.pop()
+            if stack:
+                assert node["end"] <= stack[-1]["end"], "slices of a lane either nest or lie apart"
+                stack[-1]["inside"].append(node)
+            else:
+                trees[(*lane, event["name"])] = node
+            stack.append(node)
+    return trees
+
+
+@pytest.mark.parametrize("name", sorted(CASES))
+def test_what_is_inside_a_pass_adds_up_to_it_and_nests_by_block_and_kernel(name):
+    plan, found = case(name)
+    trees = trees_of(read(name)["traceEvents"])
+    layers = plan.model.num_layers
+    numbers = defaultdict(list)
+    for number, rank in enumerate(found.ranks):
+        for kind, stage in set(zip(rank.kinds, rank.stages.tolist(), strict=True)):
+            tree = trees[number, 1, f"{kind}{stage}.0"]
+            blocks = [part for part in tree["inside"] if part["cat"] == "block"]
+            sections = [
+                part for block in blocks for part in block["inside"] if part["cat"] in ("recompute", "gradients")
+            ]
+            leaves = [part for part in tree["inside"] if part["cat"] == "start"]
+            leaves += [part for whole in (*blocks, *sections) for part in whole["inside"] if part not in sections]
+            parts = Counter()
+            for leaf in leaves:
+                assert not leaf["inside"] and leaf["cat"] in ("kernel", "collective", "start")
+                parts[leaf["args"]["part"]] += leaf["args"]["time_s"]
+            wanted = {part: time_s for part, time_s in found.passes[kind, stage].parts.items() if time_s}
+            assert parts == pytest.approx(wanted, rel=1e-5)
+            numbers[kind] += [int(block["name"].split()[1]) for block in blocks if block["name"].startswith("layer")]
+            for block in blocks:
+                assert block["args"]["table"] in plan.strategies
+            assert (kind == "F") == (not sections)
+            if kind in "BI" and plan.stages[stage].recompute.kind != "none":
+                assert any(part["cat"] == "recompute" for part in sections)
+    for kind, drawn in numbers.items():
+        assert sorted(drawn) == list(range(layers)), f"{kind} shows each layer once"
+    assert not any(part["inside"] for key, part in trees.items() if key[1] == 1 and not key[2].endswith(".0"))
+
+
+def test_what_is_inside_passes_is_left_out_of_a_file_that_it_would_fill():
+    events = read("1f1b", 200_000)
+    assert not events["otherData"]["draws_insides"]
+    assert not any(event.get("cat") in NESTED for event in events["traceEvents"])
+    assert read("1f1b")["otherData"]["draws_insides"]
 
 
 @settings(max_examples=10)

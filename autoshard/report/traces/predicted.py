@@ -8,12 +8,16 @@ queries.
 import json
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import count
 from typing import Any
 
+from autoshard.blocks.inside import PassContents
 from autoshard.cost.timeline import StepTimeline
 from autoshard.plan.plan import Plan, rounded
 from autoshard.report.rank_row import PASSES, RankRow, rank_words
+from autoshard.report.traces.measured import MeasuredSteps, measured_events
+from autoshard.report.traces.nested import nested_slices
 from autoshard.spec.record import encode
 
 MOST_BYTES = 20_000_000  # both viewers open such a file at once
@@ -23,42 +27,63 @@ _INSIDE = 4  # ticks from where a slice begins to where an arrow meets it: at it
 _SHORT = 1e-3  # of the pipelined part: waiting that is not drawn where space is short
 _MARGIN = 0.98  # of the size that is left: what does not shrink with the actions takes some of it
 
+_EVENT_BYTES = 130  # of a slice inside a pass, about
+_NESTED_SHARE = 0.4  # of a file that what is inside passes may take
+
 Event = dict[str, Any]
+Insides = dict[tuple[str, int], PassContents]
 Begins = dict[tuple[bool, int, int], float]
 
 
-def trace_text(plan: Plan, trace: StepTimeline, most_bytes: int = MOST_BYTES) -> str:
-    """Write a trace as JSON, one event a line.
+def trace_text(
+    plan: Plan, trace: StepTimeline, most_bytes: int = MOST_BYTES, measured: MeasuredSteps | None = None
+) -> str:
+    """Write a trace as JSON, one event a line; with what a run ``measured``, in processes of their own.
 
-    If the text is too large, the arrows between ranks are left out. If it still is, only the first and last actions of
-    each rank are drawn, with one slice for the sums of those between.
+    Passes of the first micro-batch show what is inside them, unless that alone takes more than a share of
+    ``most_bytes``. If the text is too large, the arrows between ranks are left out. If it still is, only the first and
+    last actions of each rank are drawn, with one slice for the sums of those between.
     """
+    more = [*measured_events(measured)] if measured else []
+    write = partial(_text, plan, trace, _insides(plan, trace, most_bytes), more)
     whole = keep = -(-max(len(rank.kinds) for rank in trace.ranks) // 2)
-    text, nothing = _text(plan, trace, whole, _begins(trace)), Begins(())
+    text, nothing = write(whole, _begins(trace)), Begins(())
     if len(text) > most_bytes:
-        text = _text(plan, trace, whole, nothing)
+        text = write(whole, nothing)
     while len(text) > most_bytes and keep:
         keep = min(keep - 1, int(_MARGIN * keep * most_bytes / len(text)))
-        text = _text(plan, trace, keep, nothing)
+        text = write(keep, nothing)
     if keep < whole:  # short waits are left out by now, so that there may be space for more
-        larger = _text(plan, trace, min(whole, int(_MARGIN * keep * most_bytes / len(text))), nothing)
+        larger = write(min(whole, int(_MARGIN * keep * most_bytes / len(text))), nothing)
         text = larger if len(text) < len(larger) <= most_bytes else text
     return text
 
 
-def _text(plan: Plan, trace: StepTimeline, keep: int, begins: Begins) -> str:
+def _insides(plan: Plan, trace: StepTimeline, most_bytes: int) -> Insides:
+    """Return what is inside the passes of the first micro-batch, from their beginning; nothing where it is too long."""
+    contents, insides, size = PassContents(plan), Insides({}), 0
+    for rank in trace.ranks:
+        for kind, stage in dict.fromkeys(zip(rank.kinds, rank.stages.tolist(), strict=True)):
+            size += _EVENT_BYTES * sum(len(block.pieces) + 2 for block in contents.of(kind, stage))
+            if size > _NESTED_SHARE * most_bytes:
+                return Insides({})
+            insides[kind, stage] = contents
+    return insides
+
+
+def _text(plan: Plan, trace: StepTimeline, insides: Insides, more: Sequence[Event], keep: int, begins: Begins) -> str:
     """Write the trace with ``keep`` actions at each end of a rank; without ``begins`` there are no arrows."""
-    ranks = [_RankEvents(RankRow(trace, number, keep)) for number in range(len(trace.ranks))]
+    ranks = [_RankEvents(RankRow(trace, number, keep), insides) for number in range(len(trace.ranks))]
     numbers, events, ends = count(), list[Event](), list[Event]()
     for rank in ranks:
         slices, arrows = rank.messages(begins, numbers)
         events += _names(plan, rank.row.number, {event["tid"] for event in slices})
         events += [*rank.actions(), *rank.waiting(), *slices, *rank.phases(), *rank.memory()]
         ends += arrows
-    about = {**_about(plan, trace, ranks), "draws_arrows": bool(begins)}
+    about = {**_about(plan, trace, ranks), "draws_arrows": bool(begins), "draws_insides": bool(insides)}
     head = json.dumps({"displayTimeUnit": "ms", "otherData": about}, separators=(",", ":"))
     # the ends of arrows last: a viewer reads events of the same time in the order of the file
-    lines = ",\n".join(json.dumps(event, separators=(",", ":")) for event in (*events, *ends))
+    lines = ",\n".join(json.dumps(event, separators=(",", ":")) for event in (*events, *more, *ends))
     return f'{head[:-1]},"traceEvents":[\n{lines}\n]}}\n'
 
 
@@ -103,6 +128,9 @@ def _about(plan: Plan, trace: StepTimeline, ranks: Sequence["_RankEvents"]) -> E
         "reading": {
             "lanes": "ranks that differ only in dp, cp, ep or tp do the same at the same time and share one process",
             "waiting": "the rank neither computes nor sends: the pipeline fills or drains, or others are slower",
+            "inside passes": "those of micro-batch 0 show their blocks, and in each its kernels and collectives as "
+            "priced, those of backward in reverse; what is computed again stands before the backward that needs it. "
+            "Their times add up to the pass",
             "sends": "travel while both ranks compute" if trace.hides_sends else sends,
             "after the pipeline": "each part starts when the slowest rank has finished the one before; dp is the "
             "traffic that is not hidden behind compute" + (", of all micro-batches together" if plan.zero == 3 else ""),
@@ -137,8 +165,8 @@ def _seconds(parts: Mapping[str, float]) -> dict[str, float]:
 class _RankEvents:
     """The events of one pipeline rank."""
 
-    def __init__(self, row: RankRow) -> None:
-        self.row, self.step, self.rank = row, row.step, row.rank
+    def __init__(self, row: RankRow, insides: Insides) -> None:
+        self.row, self.step, self.rank, self.insides = row, row.step, row.rank, insides
         self.left_out, self.drawn = row.left_out, row.positions
 
     def _event(self, phase: str, lane: int, ticks: int, **fields: Any) -> Event:
@@ -155,6 +183,9 @@ class _RankEvents:
             begin, end = _ticks(rank.start_s[position]), _ticks(rank.end_s[position])
             args = {"stage": stage, "micro_batch": micro_batch, **_seconds(step.passes[kind, stage].parts)}
             yield self._slice(_COMPUTE, begin, end, PASSES[kind], name=f"{kind}{stage}.{micro_batch}", args=args)
+            if micro_batch == 0 and (kind, stage) in self.insides:
+                for part in nested_slices(self.insides[kind, stage], kind, stage, begin, end, _ticks(1.0)):
+                    yield self._slice(_COMPUTE, part.begin, part.end, part.category, name=part.name, args=part.args)
         if not self.left_out:
             return
         first, last = self.left_out[0], self.left_out[-1]

@@ -1,0 +1,1 @@
+"""A step as a trace that viewers draw: as it is predicted, what is inside its passes, and what a run measured."""
