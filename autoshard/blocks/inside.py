@@ -65,8 +65,9 @@ class PassContents:
         blocks += [("head", "head", Recompute())] if layers.is_last else []
         ordered = blocks if kind == "F" else blocks[::-1]
         contents = [
-            BlockPieces(name=name, table=table_name(block, drop), pieces=self.pieces_of(block, drop, kind))
+            BlockPieces(name=name, table=table_name(block, drop), pieces=pieces)
             for name, block, drop in ordered
+            if (pieces := self.pieces_of(block, drop, kind))  # an embedding has no gradients of inputs
         ]
         start_s = self.question.calibration.task_s / 2
         if kind != "W" and start_s:
