@@ -229,7 +229,14 @@ def test_explain_shows_every_block_and_writes_the_predicted_step_as_a_trace(type
         assert words in out
     assert out.endswith("wrote step.json; open it at https://ui.perfetto.dev\n") and "second best" in out
     events = json.loads(Path("step.json").read_text())["traceEvents"]
-    assert {"F0.0", "B1.0", "send F0.0"} <= {event["name"] for event in events}
+    assert {"F0.0", "B1.0", "send F0.0", "layer 3", "recompute"} <= {event["name"] for event in events}
+    Path("run").mkdir()
+    step = {"step": 1, "loss": 6.2, "norm": 1.0, "time_s": 0.5, "tokens": 100, "phase": "steady", "at": 1.0}
+    Path("run/metrics.jsonl").write_text(json.dumps(step) + "\n")
+    assert typed("explain plan.json --trace both.json --run run")[0] == 0
+    assert "measured: run" in Path("both.json").read_text()
+    code, _, err = typed("explain plan.json --run run")
+    assert code == 2 and "--run: is what --trace draws beside the prediction. Type both" in err
     code, _, err = typed("explain plan.json --trace plan.json")
     assert code == 2 and "--trace plan.json: is the plan itself" in err and load(Path("plan.json"))
     keys = {"candidate", "blocks", "rules", "basis", "dollars", "prediction", "unlimited_s", "runners_up",

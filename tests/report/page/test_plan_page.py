@@ -9,17 +9,22 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
+from autoshard.plan.candidate import Candidate
 from autoshard.plan.diff import diff
 from autoshard.plan.plan import Plan
 from autoshard.report.comparison import sentences
 from autoshard.report.page.elements import tag
+from autoshard.report.page.mesh_drawing import mesh_section
 from autoshard.report.page.runs import figures_of
+from autoshard.report.page.shown import page_json
 from autoshard.report.page.stretch import stretch_of
 from autoshard.report.page.timeline import MOST_ACTIONS, MOST_MEMORIES, memory_charts, timeline
 from autoshard.report.sheet import Node
+from autoshard.search.bound.request import plan_at
 from autoshard.units import format_bytes, format_count, format_dollars, format_seconds
-from tests.report.page.pages import page_named, page_of, plan_named, read
+from tests.report.page.pages import page_named, page_of, plan_named, read, shown
 from tests.report.traces.test_predicted import CASES, case
+from tests.search.brute_force import ask
 from tests.slower import rest_is_slow
 
 _SECTIONS = ("others", "pareto", "time", "timeline", "memory", "mesh", "blocks", "refused", "basis")
@@ -224,6 +229,17 @@ def test_a_third_plan_is_compared_with_the_first_too():
     assert len(data["further_differences"]) == 1
     assert 'id="difference"' in text and 'id="difference-2"' in text
     assert sentences(diff(plans[0], plans[2]), ("plan0", "plan2"))[0] in read(text).whole_text
+
+
+def test_more_than_eight_stages_are_told_apart_by_number_and_by_colour():
+    request = ask("llama3-8b", "h100-80", 2, global_batch=32)
+    plan = plan_at(request, Candidate.parse("tp=1,pp=16", request.cluster.num_ranks))
+    axes = page_json([shown("deep", plan)], (), None)["plans"][0]
+    drawn = read(mesh_section("mesh", plan, Node(axes)).text)
+    cells = [cell for cell in drawn.every("i") if "data-rank" in cell.attributes]
+    assert [(cell.whole_text, cell.attributes["class"]) for cell in cells] == [(str(n), f"k{n}") for n in range(16)]
+    colours = dict(re.findall(r"\.(k\d+)\{([^}]*)\}", drawn.every("style")[0].whole_text))
+    assert len(colours) == len(set(colours.values())) == 16
 
 
 def test_the_fullest_rank_is_among_those_whose_memory_is_drawn():
