@@ -66,7 +66,7 @@ def answers_table(answers: Sequence[Node], fastest: Node, candidate: str) -> Tab
     columns: dict[str, Column] = {
         "name": "name",
         ">step": "step_time_s",
-        ">slower": _slower,
+        ">slower": slower_words,
         ">sure": lambda answer: answer["ratio"]["faster"].figure(lambda it: f"{1 - it:.0%}") if answer["ratio"] else "",
         ">memory": "peak_bytes",
         "where its time goes": lambda answer: Bar(1, 0, time_bar(answer["time_parts"].value, longest_s)),
@@ -93,7 +93,7 @@ def answers_notes(answers: Sequence[Node]) -> Iterator[Cell]:
             yield Words(f"{name}: {answer['source'].value}", "soft")
 
 
-def _slower(answer: Node) -> Cell:
+def slower_words(answer: Node) -> Cell:
     """Return how much slower than the fastest an answer is, with its 80% interval; nothing for the fastest itself."""
     slower, ratio = answer["slower"].figure("{:+.1%}".format), answer["ratio"]
     if not ratio:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.plan import Plan
-from autoshard.report.answers import plan_words
+from autoshard.report.answers import plan_words, slower_words
 from autoshard.report.page.shown import ShownPlan
 from autoshard.report.plan_sheets import large_words
 from autoshard.report.sheet import Bar, Cell, Fact, Node, Table, Words, plain
@@ -148,6 +148,11 @@ def beside_table(shown: ShownPlan, figures: Node) -> Table | None:
             *(answer["peak_bytes"].figure() for answer in rivals),
         ],
     ]
+    answered = [
+        answer for answer in figures["search"]["answers"] if answer["candidate"].value == figures["candidate"].value
+    ]
+    first = slower_words(answered[0]) if answered else ""
+    rows.append(["against the fastest, 80% interval", first, *(slower_words(answer) for answer in rivals)])
     if figures["dollars"]:
         rows.append(["dollars per step", figures["dollars"]["usd_per_step"].figure(),
                      *(answer["usd_per_step"].figure() for answer in rivals)])  # fmt: skip

@@ -1,7 +1,6 @@
 """What a run measured, for the trace of its plan: its median step, and the passes of the steps that it recorded."""
 
 import gzip
-import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from autoshard.plan.plan import Plan
 from autoshard.report.page.runs import run_data
 from autoshard.report.rank_row import PASSES
 from autoshard.run.folder import PROFILES, profile_path
+from autoshard.spec.files import parsed_json
 
 _ACTION = re.compile(r"[FBIW]\d+\.\d+")
 _FILE = re.compile(r"step-(\d+)-rank-(\d+)\.json\.gz")
@@ -109,7 +109,7 @@ def _recorded(folder: Path, step: int, ranks: tuple[int, ...]) -> Iterator[tuple
         if not path.is_file():
             continue
         try:
-            data = json.loads(gzip.decompress(path.read_bytes()))
+            data: Any = parsed_json(gzip.decompress(path.read_bytes()).decode(), str(path))
             host, events = str(data.get("host_name", "")), data["traceEvents"]
             actions = [
                 MeasuredPass(name=event["name"], start_s=event["ts"] / _US, time_s=event["dur"] / _US)
