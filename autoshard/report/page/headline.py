@@ -125,37 +125,26 @@ def others_of(figures: Node) -> list[Node]:
 
 def beside_table(shown: ShownPlan, figures: Node) -> Table | None:
     """Return the plan beside the layouts that others run, and beside the fastest: step, memory, parts of the time."""
-    rivals = others_of(figures)
+    rivals, prediction = others_of(figures), figures["prediction"]
     if not rivals:
         return None
-    prediction, predicted = figures["prediction"], prediction_of(shown.plan)
-    longest_s = max(predicted.step_time_s, *(answer["step_time_s"].value for answer in rivals))
-    parts = [prediction["time_parts"], *(answer["time_parts"] for answer in rivals)]
+    step_s, candidate = prediction["step_time_s"].value, figures["candidate"].value
+    records = [answer for answer in figures["search"]["answers"] if answer["candidate"].value == candidate]
+    sides = [prediction, *rivals]
+    longest_s = max(side["step_time_s"].value for side in sides)
+    parts = [side["time_parts"] for side in sides]
+    speeds = (side["tokens_per_s"].figure(lambda count: format_count(count, "tokens/s")) for side in sides)
+    sizes = (side["peak_bytes"].figure() for side in (figures, *rivals))
     rows: list[list[Cell]] = [
-        ["layout", layout_words(shown.plan), *(_layout(answer) for answer in rivals)],
-        ["step", prediction["step_time_s"].figure(), *(answer["step_time_s"].figure() for answer in rivals)],
-        ["against this plan", "", *(_more(answer, predicted.step_time_s) for answer in rivals)],
-        [
-            "speed",
-            *(
-                side["tokens_per_s"].figure(lambda count: format_count(count, "tokens/s"))
-                for side in (prediction, *rivals)
-            ),
-        ],
-        [
-            "memory of the fullest rank",
-            figures["peak_bytes"].figure(),
-            *(answer["peak_bytes"].figure() for answer in rivals),
-        ],
+        ["layout", layout_words(shown.plan), *map(_layout, rivals)],
+        ["step", *(side["step_time_s"].figure() for side in sides)],
+        ["against this plan", "", *(_more(answer, step_s) for answer in rivals)],
+        ["against the fastest, 80% interval", slower_words(records[0]) if records else "", *map(slower_words, rivals)],
+        ["speed", *speeds],
+        ["memory of the fullest rank", *sizes],
     ]
-    answered = [
-        answer for answer in figures["search"]["answers"] if answer["candidate"].value == figures["candidate"].value
-    ]
-    first = slower_words(answered[0]) if answered else ""
-    rows.append(["against the fastest, 80% interval", first, *(slower_words(answer) for answer in rivals)])
     if figures["dollars"]:
-        rows.append(["dollars per step", figures["dollars"]["usd_per_step"].figure(),
-                     *(answer["usd_per_step"].figure() for answer in rivals)])  # fmt: skip
+        rows.append(["dollars per step", *(side["usd_per_step"].figure() for side in (figures["dollars"], *rivals))])
     rows.append(["where its time goes", *(Bar(1, 0, time_bar(part.value, longest_s)) for part in parts)])
     for name in [*TIME_WORDS, *(name for name in prediction["time_parts"].value if name not in TIME_WORDS)]:
         if max(part.value.get(name, 0.0) for part in parts) >= _LEAST_SHARE * longest_s:

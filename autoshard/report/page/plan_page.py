@@ -27,7 +27,7 @@ from autoshard.report.page.headline import beside_table, headline, measured_fact
 from autoshard.report.page.mesh_drawing import mesh_section
 from autoshard.report.page.runs import run_section
 from autoshard.report.page.shown import ShownPlan
-from autoshard.report.page.timeline import lengths_of, memory_charts, timeline_legend, timelines
+from autoshard.report.page.timeline import lengths_of, memory_charts, shows_limits, timeline_legend, timelines
 from autoshard.report.plan_sheets import (
     headroom_words,
     memory_table,
@@ -200,7 +200,8 @@ def _memory(shown: ShownPlan, figures: Node) -> Markup:
     names = sorted({name for memory in memories for name, size in memory.parts.items() if size})
     names.sort(key=lambda name: (name not in _STATE, name))
     keys = {_KEYS.get(name, name): f"m-{name}" for name in names if name != "logits"}
-    keys |= {"what a plan may fill": "capacity", "what a rank can use": "usable"}
+    if shows_limits(plan, shown.timeline):
+        keys |= {"what a plan may fill": "capacity", "what a rank can use": "usable"}
     all_ranks = len(memories)
     sheet = Sheet(
         name="memory",

@@ -223,13 +223,17 @@ def _pieces(spans: Sequence[tuple[int, int]], height: int, gap: float = _GAP) ->
     return "".join(texts)
 
 
+def shows_limits(plan: Plan, step: StepTimeline) -> bool:
+    """Say whether drawings of memory reach up to what a rank can use, or that would press what is held into a line."""
+    return max(rank.most_bytes for rank in step.ranks) >= _LITTLE * plan.cluster.rank_memory_bytes
+
+
 def memory_charts(plan: Plan, step: StepTimeline, end_s: float) -> Markup:
     """Return the memory of pipeline ranks over the step: what is always there at the bottom, activations on top."""
     prediction = plan.prediction
     assert prediction, "only predicted plans are drawn"
     capacity, usable = prediction.capacity_bytes, plan.cluster.rank_memory_bytes
-    most = max(rank.most_bytes for rank in step.ranks)
-    is_empty = most < _LITTLE * usable  # then limits would press what is held into a line
+    most, is_empty = max(rank.most_bytes for rank in step.ranks), not shows_limits(plan, step)
     top = most / _LITTLE_TOP if is_empty else max(usable, most)
     limits = [] if is_empty else [
         (capacity, "capacity", f"a plan may fill {format_bytes(capacity)}"),

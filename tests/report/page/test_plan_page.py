@@ -137,14 +137,16 @@ def test_a_step_of_many_actions_is_drawn_at_its_ends_and_says_so():
     assert f"the first and the last {keep} actions" in drawn and "explain --trace" in drawn
 
 
-def test_two_plans_are_drawn_on_one_axis_and_their_difference_is_named():
-    fast, other = plan_named("small", "fastest"), plan_named("small", "2")
-    text, data = page_of(fast, other)
-    page = read(text)
+def test_several_plans_are_drawn_on_one_axis_and_each_is_compared_with_the_first():
+    fast, other, third = (plan_named("small", name) for name in ("fastest", "2", "3"))
+    html, data = page_of(fast, other, third)
+    page = read(html)
     ends = {float(one.attributes["data-end"]) for one in page.every("div") if "data-end" in one.attributes}
-    assert len(ends) == 1 and len([one for one in page.every("div") if one.attributes.get("class") == "timeline"]) == 2
+    assert len(ends) == 1 and len([one for one in page.every("div") if one.attributes.get("class") == "timeline"]) == 3
     text = page.whole_text
     assert sentences(diff(fast, other), ("plan0", "plan1"))[0] in text and "plan1 against plan0" in text
+    assert sentences(diff(fast, third), ("plan0", "plan2"))[0] in text and len(data["further_differences"]) == 1
+    assert 'id="difference"' in html and 'id="difference-2"' in html
     parts = data["difference"]["time"]["parts"]
     paths = {figure.attributes["data-path"] for figure in page.every("data")}
     assert {f"difference.time.parts.{number}.difference" for number in range(len(parts))} <= paths
@@ -221,14 +223,6 @@ def test_the_plan_stands_beside_what_others_run():
     assert steps[1:] == [format_seconds(answers[name]["step_time_s"]) for name in heads[2:]]
     for name, cell in zip(heads[2:], rows["compute"].every("td")[1:], strict=True):
         assert cell.whole_text == format_seconds(answers[name]["time_parts"]["compute"])
-
-
-def test_a_third_plan_is_compared_with_the_first_too():
-    plans = [plan_named("small", "fastest"), plan_named("small", "2"), plan_named("small", "3")]
-    text, data = page_of(*plans)
-    assert len(data["further_differences"]) == 1
-    assert 'id="difference"' in text and 'id="difference-2"' in text
-    assert sentences(diff(plans[0], plans[2]), ("plan0", "plan2"))[0] in read(text).whole_text
 
 
 def test_more_than_eight_stages_are_told_apart_by_number_and_by_colour():
