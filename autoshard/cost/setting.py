@@ -124,27 +124,33 @@ class PerCandidate:
 
 
 _COLUMNS = (PerCandidate, Setting, DimSizes, Ring, Route)
+_PLAIN = (float, int, bool, str)
 
 
 def only(value: Any, rows: Rows) -> Any:
     """Return some candidates of every array inside a value made of dataclasses, dicts and tuples."""
-    if type(rows) is slice and rows == slice(None):
-        return value
+    return value if type(rows) is slice and rows == slice(None) else _selected(value, rows)
+
+
+def _selected(value: Any, rows: Rows) -> Any:
     kind = cast(type[Any], type(value))  # compared, as that is faster than isinstance
     if kind is np.ndarray:
         return value[..., rows]
+    names = _names(kind)
+    if names:
+        items = ((name, getattr(value, name)) for name in names)
+        return kind(**{name: _selected(item, rows) if type(item) not in _PLAIN else item for name, item in items})
     if kind is dict:
-        return {key: only(item, rows) for key, item in value.items()}
+        return {key: _selected(item, rows) for key, item in value.items()}
     if kind is tuple:
-        return tuple([only(item, rows) for item in value])
-    if issubclass(kind, _COLUMNS):
-        return kind(**{name: only(getattr(value, name), rows) for name in _names(kind)})
+        return tuple([_selected(item, rows) for item in value])
     return value
 
 
 @cache
 def _names(kind: type[Any]) -> tuple[str, ...]:
-    return tuple(column.name for column in fields(kind))
+    """Return the fields of a dataclass whose arrays have candidates; none for all else."""
+    return tuple(column.name for column in fields(kind)) if issubclass(kind, _COLUMNS) else ()
 
 
 def setting_of(question: Question, candidate: Candidate, blocks: Blocks) -> Setting:

@@ -112,6 +112,18 @@ def test_a_search_that_leaves_points_open_says_by_how_much_the_best_may_be_faste
     assert min(num_open) == 0 and (max(num_open) > 0 or request_ is LEAVES_OPEN[0])
 
 
+@pytest.mark.parametrize(
+    "pins", rest_is_slow(["pp=4,schedule=zb_v", "pp=8,schedule=zb_v", "pp=4,schedule=interleaved,vp=2"])
+)
+def test_a_plan_is_found_in_the_memory_that_the_smallest_takes(pins: str):
+    request = ask("llama3-8b", "h100-80", pins=f"tp=1,cp=1,mbs=1,{pins}", global_batch=64)
+    (smallest,) = search(replace(request, objective="memory")).plans
+    assert len(set(smallest.stages)) > 2  # near-even stages hold more
+    for share in (1 + 1e-9, 1.02):
+        found = search(replace(request, memory_bytes=peak(smallest) * share))
+        assert found.plans and peak(found.plans[0]) <= peak(smallest) * share
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kernels", ["", ",kernels=torch_cuda"])
 def test_a_layout_that_fits_with_its_own_table_alone_is_found(kernels: str):

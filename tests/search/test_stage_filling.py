@@ -19,7 +19,7 @@ from autoshard.schedule.schedule import Schedule
 from autoshard.search.bound.legal_space import legal_space
 from autoshard.search.bound.priced_layouts import LayoutPricer, PricedLayouts
 from autoshard.search.fill.stage_filling import Effort, Goal, fill_stages, path_weights
-from autoshard.search.fill.stage_options import StageChoices, StageFilling
+from autoshard.search.fill.stage_options import StageChoices, StageFilling, not_dominated
 from tests.search.brute_force import EXACT, FULL, PLAIN, ask, compositions
 
 GIB = 2.0**30
@@ -175,6 +175,28 @@ def filled(case: Case, truth: Everything | None = None, below_s: float = np.inf,
     """Do what the search does for a group of points."""
     rest_s = truth.rest_s.min(axis=0) * (1 - 1e-12) if truth else np.zeros(case.blocks.num_candidates)
     return fill_stages(case.blocks, case.choices, Goal(capacity=case.capacity, **goal), (0.0, below_s), rest_s)
+
+
+@given(cases())
+def test_kinds_of_recompute_that_another_dominates_are_in_no_better_filling(case: Case):
+    allowed = not_dominated(case.blocks.layers, case.choices.allowed, case.choices.kinds)
+    assert np.all(allowed <= case.choices.allowed)
+    fewer = replace(case, choices=replace(case.choices, allowed=allowed))
+    every, remaining = every_filling(case), every_filling(fewer)
+    assert remaining.time_s.min(axis=0) == pytest.approx(every.time_s.min(axis=0), rel=1e-9)
+    assert remaining.peak_bytes.min(axis=0) == pytest.approx(every.peak_bytes.min(axis=0), rel=1e-9)
+
+
+def test_a_kind_that_saves_nothing_is_dominated_and_one_that_is_not_allowed_dominates_nothing():
+    real = priced("torch_cuda", 0)
+    columns = real.layers[0].only(np.array([0, 0]))
+    rows = {name: np.repeat(getattr(columns, name)[:1], 3, axis=0) for name in ("forward_s", "input_s", "weight_s")}
+    saved = np.array([[8.0, 8.0], [2.0, 2.0], [2.0, 2.0]])
+    flat = {name: np.ones((3, 2)) for name in ("moment_bytes", "waiting_bytes", "placeholder_bytes")}
+    layer = replace(columns, **rows, **flat, saved_bytes=saved)
+    kinds = (PLAIN, Recompute(kind="selective", ops=("mlp",)), Recompute(kind="selective", ops=("norms",)))
+    allowed = np.array([[True, True], [True, False], [True, True]])
+    assert not_dominated((layer,), allowed, kinds).tolist() == [[True, True], [True, False], [False, True]]
 
 
 @given(cases())

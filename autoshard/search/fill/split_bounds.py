@@ -24,7 +24,7 @@ from autoshard.search.fill.stage_options import ChunkLayers, StageChoices, stage
 from autoshard.spec.kernels import load_kernels
 
 _SHARES = np.array([0.0, 0.3, 0.6, 0.8, 0.9, 1.0])[:, None]  # of one rank's path in its flow with all paths
-_MORE = 3  # layers of a rank beyond an even share for which it is found what it must recompute
+_NEAR = 4  # layers by which a rank may be off an even share for it to be found what it must recompute
 _LEARN_S = (5e-4, 1.7e-6)  # measured 2026-11 on one core of a cloud machine
 _SOFTNESS = 0.3  # of the forward pass of a stage: paths that are so much shorter matter little less
 _STEP = 0.2  # of the layers of a stage, given away if it is on all long paths twice as much as others
@@ -42,6 +42,7 @@ class SplitSearch:
 
     flows: dict[Schedule, Floats] = field(default_factory=dict[Schedule, Floats])
     seconds_left: float = np.inf  # by an estimate that is the same on every machine
+    useless: set[Schedule] = field(default_factory=set[Schedule])  # of which no more flows are looked for
 
     @property
     def known(self) -> "SplitSearch":
@@ -73,30 +74,30 @@ class SplitBounds:
     def __init__(self, blocks: PipelineBlocks, choices: StageChoices, splits: SplitSearch) -> None:
         blocks = blocks.with_least_layers
         assert choices.again_s is not None, "how much ranks compute again is known"
-        self._blocks, self._schedule, self._known = blocks, blocks.schedule, splits
+        self._blocks, self.schedule, self._known = blocks, blocks.schedule, splits
         self._extra_s = choices.again_s[..., 0]
-        self._num_layers, self._stages = choices.num_layers, counts_of(self._schedule).stages
-        self._started, self._totals = _started_s(blocks), rank_totals(self._schedule, self._num_layers)
+        self._num_layers, self._stages = choices.num_layers, counts_of(self.schedule).stages
+        self._started, self._totals = _started_s(blocks), rank_totals(self.schedule, self._num_layers)
         self._embed, self._layer, self._head = (passes[:, 0] for passes in fastest_passes(blocks, choices))
         kinds = _possible(blocks, choices)[:, 0]
         durations = (blocks.layer.forward_s[kinds], blocks.layer.weight_s[kinds])
         self._again_in_input = all(np.ptp(kind_s, axis=0).max() <= 0 for kind_s in durations)
-        if self._schedule not in splits.flows:  # at first, the flows of all actions of one rank
-            ranks = self._schedule.num_ranks
-            passes = np.zeros((ranks, len(PASSES), self._schedule.num_stages))
-            passes[np.arange(ranks)[:, None], :, self._stages] = self._schedule.num_micro_batches
+        if self.schedule not in splits.flows:  # at first, the flows of all actions of one rank
+            ranks = self.schedule.num_ranks
+            passes = np.zeros((ranks, len(PASSES), self.schedule.num_stages))
+            passes[np.arange(ranks)[:, None], :, self._stages] = self.schedule.num_micro_batches
             unit = replace(blocks, sends=replace(blocks.sends, time_s=np.ones(1)))
-            sends = max(0, self._schedule.num_micro_batches - 1) * unit.hop_s
+            sends = max(0, self.schedule.num_micro_batches - 1) * unit.hop_s
             rows = np.concatenate([passes.reshape(ranks, -1), sends], axis=1)
-            splits.flows[self._schedule] = np.concatenate([rows, rows.mean(axis=0, keepdims=True)])
-        self._rows = splits.flows[self._schedule]
+            splits.flows[self.schedule] = np.concatenate([rows, rows.mean(axis=0, keepdims=True)])
+        self._rows = splits.flows[self.schedule]
         self._own = len(self._rows)  # this many rows come from other candidates
         self.layers = self.balanced = self.even  # fractions that are balanced, as far as is known
 
     @property
     def even(self) -> Floats:
         """Fractions of layers with which all stages take equally long."""
-        ends = np.zeros(self._schedule.num_stages)
+        ends = np.zeros(self.schedule.num_stages)
         ends[0] += self._embed.sum() / self._layer.sum()
         ends[-1] += self._head.sum() / self._layer.sum()
         return self._rounded_up((self._num_layers + ends.sum()) / len(ends) - ends)  # the head may exceed its share
@@ -110,14 +111,14 @@ class SplitBounds:
         work_s[1] += again_s * layers
         forward, inputs, weight = work_s[..., None]
         delays = pipeline_delays(
-            self._schedule, self._blocks.sends, np.array([inputs + weight, forward, inputs, weight])
+            self.schedule, self._blocks.sends, np.array([inputs + weight, forward, inputs, weight])
         )
         sends = self._blocks.sends
-        sent = _unit_delays(self._schedule, sends.hidden, sends.receives_apart)
-        passes, waits = long_paths(self._schedule, delays, sent, _SOFTNESS * float(forward.mean()))
+        sent = _unit_delays(self.schedule, sends.hidden, sends.receives_apart)
+        passes, waits = long_paths(self.schedule, delays, sent, _SOFTNESS * float(forward.mean()))
         flow = np.concatenate([passes.reshape(1, -1), waits[:, None]], axis=1)
         self._rows = np.concatenate([self._rows, flow])
-        self._known.use(self._schedule, *_LEARN_S)
+        self._known.use(self.schedule, *_LEARN_S)
         return self._layer @ passes[0] + again_s * passes[0, 1]
 
     def balance(self, steps: int) -> None:
@@ -138,23 +139,23 @@ class SplitBounds:
         again_s = np.zeros(len(totals))
         for rank, extra_s in enumerate(np.where(fits, self._extra_s, self._extra_s[fits].max(initial=0))):
             again_s[rank] = np.interp(totals[rank], self._totals, extra_s)
-        return (again_s / totals)[counts_of(self._schedule).ranks]
+        return (again_s / totals)[counts_of(self.schedule).ranks]
 
     def paths(self) -> PathBounds:
         """Return the known flows and the best flow, which other candidates get if this candidate found any flow."""
         passes = self._rows[:, :-1].reshape(len(self._rows), len(PASSES), -1)
         fixed_s = passes[:, :, 0] @ self._embed + passes[:, :, -1] @ self._head
         fixed_s += self._rows[:, -1] * self._blocks.sends.time_s + passes.sum(axis=2) @ self._started
-        layer_s, num_free = np.einsum("jps,p->js", passes, self._layer), self._num_layers - self._schedule.num_stages
+        layer_s, num_free = np.einsum("jps,p->js", passes, self._layer), self._num_layers - self.schedule.num_stages
         runs = passes[:, 1] if self._again_in_input else passes.min(axis=1)
         near_s = layer_s + runs * self._again_s(self.layers)  # as if each layer computed as much again
-        payoff, flows = (fixed_s + near_s.sum(axis=1))[:, None] + num_free * near_s, self._known.flows[self._schedule]
+        payoff, flows = (fixed_s + near_s.sum(axis=1))[:, None] + num_free * near_s, self._known.flows[self.schedule]
         if len(self._rows) == len(flows):
             best = np.eye(len(payoff))[payoff.min(axis=1).argmax()]
         else:
             best, shares = game(payoff)
             self.balanced = 1.0 + num_free * shares
-            self._known.flows[self._schedule] = np.concatenate([flows[: self._own], best[None] @ self._rows])
+            self._known.flows[self.schedule] = np.concatenate([flows[: self._own], best[None] @ self._rows])
         return PathBounds(fixed_s=fixed_s, layer_s=layer_s, runs=runs, best=best)
 
     def bound_s(self, paths: PathBounds, below_s: float) -> float:
@@ -164,7 +165,7 @@ class SplitBounds:
         """
         again_s, bound_s, by_rank_s = self._extra_s.copy(), 0.0, 0.0
         for number in range(_ROUNDS):
-            flow = paths.best if number != 1 else np.eye(len(paths.best))[len(counts_of(self._schedule).stages)]
+            flow = paths.best if number != 1 else np.eye(len(paths.best))[len(counts_of(self.schedule).stages)]
             least_s, own_s = self._least_by_rank_s(paths, flow, again_s)
             by_rank_s = np.maximum(by_rank_s, own_s)
             least_s = max(least_s, _least(by_rank_s, self._totals, self._num_layers))
@@ -196,7 +197,7 @@ class SplitBounds:
         if not fits.any(axis=1).all():
             return np.inf, np.full(again_s.shape, np.inf)
         again_s = np.where(fits, again_s, 0.0)
-        num_free, ranks = self._num_layers - self._schedule.num_stages, np.arange(len(stages))[:, None]
+        num_free, ranks = self._num_layers - self.schedule.num_stages, np.arange(len(stages))[:, None]
         whole_s = paths.fixed_s + paths.layer_s.sum(axis=1)
         best_s, best_runs, best_whole_s = (flow @ columns for columns in (paths.layer_s, paths.runs, whole_s))
         own_s = best_s[stages].min(axis=1)[:, None] * more + best_runs[stages].min(axis=1)[:, None] * again_s
@@ -238,16 +239,18 @@ def _best_price(own_s: Floats, more: Ints, num_free: int) -> tuple[float, Floats
 def least_again_s(blocks: PipelineBlocks, choices: StageChoices, capacity: Floats) -> Floats:
     """Return the least seconds of recompute of ranks in a micro-batch, by their layers: [rank, total, candidate].
 
-    They are infinite where so many layers do not fit. More layers hold more, so they recompute no less.
+    They are infinite where so many layers do not fit. More layers hold more, so they recompute no less; far fewer than
+    an even share may recompute nothing.
     """
     totals = rank_totals(blocks.schedule, choices.num_layers)
     if choices.recompute is not None:  # pinned: there is nothing to find
         return np.zeros((blocks.schedule.num_ranks, len(totals), blocks.num_candidates))
-    even = -(-choices.num_layers // blocks.schedule.num_ranks)
-    near_even = totals[: max(1, even + _MORE - blocks.schedule.num_chunks + 1)]
-    held, extra_s, starts = _least_held(blocks, choices, near_even)
-    least_s = np.minimum.reduceat(np.where(held <= capacity, extra_s, np.inf), starts, axis=1)
-    return np.concatenate([least_s, np.repeat(least_s[:, -1:], len(totals) - len(near_even), axis=1)], axis=1)
+    near_even = np.flatnonzero(np.abs(totals - choices.num_layers / blocks.schedule.num_ranks) < _NEAR)
+    held, extra_s, starts = _least_held(blocks, choices, totals[near_even])
+    again_s = np.minimum.reduceat(np.where(held <= capacity, extra_s, np.inf), starts, axis=1)
+    least_s = np.zeros((len(again_s), len(totals), blocks.num_candidates))
+    least_s[:, near_even], least_s[:, near_even[-1] + 1 :] = again_s, again_s[:, -1:]
+    return least_s
 
 
 def least_fullest_bytes(blocks: PipelineBlocks, choices: StageChoices) -> Floats:

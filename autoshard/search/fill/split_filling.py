@@ -22,7 +22,8 @@ from autoshard.search.fill.stage_options import (
 )
 
 _FEW = 3  # stages from which a layer is taken, or to which it is given
-_STEPS = 12  # of balancing layers in a round
+_STEPS, _STEP = 4, 3  # of balancing layers in a round, so many at once
+_GAIN = 1e-3  # of a bound: what a few flows must raise it by for more to be looked for
 _ROUNDS = 2
 _TIME_S = (5e-3, 1.2e-7)  # of a batch of splits: measured 2026-11 on one core of a cloud machine
 _WITHIN = 1.05  # of a limit: what moving layers one by one may gain
@@ -206,13 +207,33 @@ def _filled(candidate: SplitFilling, effort: Effort, limits: tuple[float, float,
         limit_s = min(below_s, float(best.time_s[0]))
         if bound_s >= limit_s * (1 - effort.gap):
             break
-        if splits.seconds_left > 0:
-            bounds.balance(_STEPS)
-        bound_s = max(bound_s, (bounds.bound_s(bounds.paths(), limit_s - rest_s) + rest_s) * (1 - SURE))
+        bound_s = _raised(bounds, splits, (bound_s, limit_s, rest_s))
         if step == 0 and bound_s < limit_s * (1 - effort.gap):
             best = candidate.best_of(candidate.starts(bounds.balanced, bounds.layers, bounds.even), best)
+            if not np.isfinite(min(below_s, best.time_s[0])):  # nothing is known to fit: begin where little is held
+                best = candidate.best_of([candidate.smallest()[0]])
             if best.time_s[0] < below_s * _WITHIN:
                 best = candidate.improved(best, bounds)
         if splits.seconds_left <= 0:
             break
     return replace(best, bound=np.array([min(bound_s, float(best.time_s[0]))]))
+
+
+def _raised(bounds: SplitBounds, splits: SplitSearch, seconds: tuple[float, float, float]) -> float:
+    """Raise a bound by flows that balance the stages, up to a limit, as long as a few more of them raise it.
+
+    Given are the bound, the limit, and the least time of a step beside its micro-batches. Flows that raise no bound of
+    one candidate, as where memory decides, are not looked for in others with the same schedule.
+    """
+    bound_s, limit_s, rest_s = seconds
+    useful = splits.seconds_left > 0 and bounds.schedule not in splits.useless
+    for number in range(_STEPS if useful else 1):
+        if useful:
+            bounds.balance(_STEP)
+        raised_s = max(bound_s, (bounds.bound_s(bounds.paths(), limit_s - rest_s) + rest_s) * (1 - SURE))
+        gain, bound_s = raised_s / max(bound_s, 1e-30) - 1, raised_s
+        if gain < _GAIN or bound_s >= limit_s or splits.seconds_left <= 0:
+            if useful and number == 0 and gain < _GAIN:
+                splits.useless.add(bounds.schedule)
+            break
+    return bound_s

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.cost.setting import PerCandidate
-from autoshard.cost.stages import PASSES, PipelineBlocks, StageOptions, StagePrices, price_stages
+from autoshard.cost.stages import PASSES, BlockTotals, PipelineBlocks, StageOptions, StagePrices, price_stages
 from autoshard.cost.step import least_seconds, step_seconds
 from autoshard.plan.candidate import even_stages
 from autoshard.plan.recompute import Recompute
@@ -20,6 +20,8 @@ ALL_RANGES = ("1f1b", "gpipe")  # schedules whose longest paths are known: those
 SURE = 1e-12  # of a bound that was computed in another order
 _RELIEVED = ((0, 1), (1, 0), (1, 1), (0, 2), (1, 2))  # layers that the first and the last stage give away
 
+_DOMINATED = (*PASSES, "saved_bytes", "moment_bytes", "waiting_bytes", "placeholder_bytes")  # in which kinds differ
+
 Split = tuple[int, ...]  # layers of every stage
 
 
@@ -30,7 +32,7 @@ class Effort:
     gap: float = 5e-3
     most_splits: int = 5_000  # of a candidate, all of which are timed where a gap is left
     split_s: float = 2.0  # that splits may be looked for under schedules whose longest paths are not known
-    most_idle: float = 64  # groups of points that are solved without a better answer, where they cannot raise the bound
+    most_idle: float = 32  # groups of points that are solved without a better answer, where they cannot raise the bound
     exhaustive: bool = False  # no point is left out because of its bound
     at_once: bool = False  # a plain plan is made before all else, in case the search is stopped
 
@@ -106,6 +108,22 @@ class StageFilling(PerCandidate):
         )
 
 
+def not_dominated(
+    layers: Sequence[BlockTotals], allowed: NDArray[np.bool_], kinds: Sequence[Recompute]
+) -> NDArray[np.bool_]:
+    """Leave out kinds of recompute that take and keep no less than another kind that is allowed: [kind, candidate].
+
+    Part of a stage's layers may recompute in full and the others nothing, so these two kinds always remain.
+    """
+    better = np.tril(np.ones((len(kinds), len(kinds)), dtype=bool), -1)[..., None]  # among equals the first
+    columns = np.concatenate([[getattr(layer, name) for name in _DOMINATED] for layer in layers])
+    no_worse = np.all(columns[:, None] <= columns[:, :, None], axis=0)  # [kind, other kind, candidate]
+    better = no_worse & (better | ~no_worse.swapaxes(0, 1)) & allowed
+    dominated = better.any(axis=1)
+    dominated[[kind.kind in ("none", "full") for kind in kinds]] = False
+    return allowed & ~dominated
+
+
 def near_even_splits(num_layers: int, num_stages: int) -> tuple[Split, ...]:
     """List near-even splits: the even one, and those whose ends give layers to the stages between.
 
@@ -166,8 +184,9 @@ def stage_options(
         partly_full = choices.partly and full in kinds  # some of a stage's layers in full, the others nothing
         full_kind, most = kinds.index(full) if partly_full else 0, layers.most
         rows: list[tuple[int, int, int]] = []  # kind, division, layers of a chunk that recompute at most
+        used: list[int] = np.flatnonzero(choices.allowed.any(axis=1)).tolist() or [plain_kind]
         for number, num_layers in enumerate(most):
-            rows += [(row_kind, number, num_layers) for row_kind in range(len(kinds))]
+            rows += [(row_kind, number, num_layers) for row_kind in used]
             rows += [(full_kind, number, count) for count in range(1, num_layers if partly_full else 1)]
         rows_kind, divisions, again = np.array(rows).T
         recomputed = np.minimum(again[:, None], layers.count[:, divisions])
