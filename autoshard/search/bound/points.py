@@ -23,7 +23,15 @@ from autoshard.search.bound.space import SIZES
 from autoshard.search.fill.split_bounds import SplitSearch, least_again_s
 from autoshard.search.fill.split_filling import split_bounds
 from autoshard.search.fill.stage_filling import Goal, fill_stages
-from autoshard.search.fill.stage_options import ALL_RANGES, NEVER, ChunkLayers, RankOptions, StageChoices, StageFilling
+from autoshard.search.fill.stage_options import (
+    ALL_RANGES,
+    NEVER,
+    ChunkLayers,
+    RankOptions,
+    StageChoices,
+    StageFilling,
+    not_dominated,
+)
 
 SHARPEST = 2
 _WORTH = 3  # lowerings of which the bounds are sharpened; of fewer, the prices themselves take as long
@@ -106,6 +114,7 @@ class Points:
         if not pinned:  # a row for every kind that is priced
             by_kind = {stages[0]: is_allowed for stages, is_allowed in zip(space.recomputes, allowed, strict=True)}
             allowed = np.array([by_kind.get(kind, np.zeros(len(self.rows), dtype=bool)) for kind in kinds])
+            allowed = not_dominated([layer.only(self.rows) for layer in self.priced.layers], allowed, kinds)
         return StageChoices(
             kinds=kinds,
             allowed=allowed,
@@ -240,18 +249,23 @@ def least_bounds(least: PricedLayouts, variants: Sequence[RunVariant], goal: Goa
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class UnsolvedPoints:
-    """The unsolved points: they begin as plain layouts, wait as points, and are opened in the order of their bounds."""
+    """The unsolved points: they begin as plain layouts, wait as points, and are opened in the order of their bounds.
+
+    Of the open points, those are taken that look fastest: bounds of some schedules are closer than those of others.
+    """
 
     plain: list[PlainPoints] = field(default_factory=list[PlainPoints])
     waiting: list[tuple[float, Points]] = field(default_factory=list[tuple[float, Points]])  # with the least bound
-    opened: list[tuple[float, int, Points]] = field(default_factory=list[tuple[float, int, Points]])  # a heap
+    opened: dict[str, list[tuple[float, int, Points]]] = field(  # a heap by schedule; the points of an entry share it
+        default_factory=lambda: defaultdict[str, list[tuple[float, int, Points]]](list)
+    )
     passed: list[Points] = field(default_factory=list[Points])  # not better than what is known, as long as that is
     num_pushed: int = 0
 
     @property
     def least_opened(self) -> float:
         """The least bound of the open points."""
-        return self.opened[0][0] if self.opened else np.inf
+        return min((heap[0][0] for heap in self.opened.values() if heap), default=np.inf)
 
     @property
     def least(self) -> float:
@@ -287,11 +301,19 @@ class UnsolvedPoints:
         """Add points that share a schedule."""
         if len(points.rows):
             self.num_pushed += 1
-            heapq.heappush(self.opened, (float(points.bound.min()), self.num_pushed, points))
+            heap = self.opened[points.variant.space.base.schedule]
+            heapq.heappush(heap, (float(points.bound.min()), self.num_pushed, points))
 
-    def pop(self) -> Points:
-        """Take the open points with the least bound."""
-        return heapq.heappop(self.opened)[-1]
+    def pop(self, times: Callable[[str], float]) -> Points:
+        """Take the open points that look fastest, given how many times their bound points of a schedule take."""
+        seconds = {schedule: heap[0][0] * times(schedule) for schedule, heap in self.opened.items() if heap}
+        return heapq.heappop(self.opened[min(seconds, key=seconds.__getitem__)])[-1]
+
+    @property
+    def groups(self) -> Iterator[Points]:
+        """All points that are open, or wait to be."""
+        yield from (points for heap in self.opened.values() for *_, points in heap)
+        yield from (points for _, points in self.waiting)
 
     def open_again(self) -> None:
         """Open the points that were passed, because the best known solution became slower."""
@@ -301,7 +323,7 @@ class UnsolvedPoints:
 
     def below(self, value: float) -> Iterator[tuple[RunVariant, Ints]]:
         """Yield the variants and rows of the points whose bound is below a value; a point may come twice."""
-        for points in (*(group for *_, group in self.opened), *(group for _, group in self.waiting)):
+        for points in self.groups:
             yield points.variant, points.variant_rows[points.bound < value]
         for plain in self.plain:
             layouts = plain.layouts[plain.bounds < value]

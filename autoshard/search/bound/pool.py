@@ -22,7 +22,7 @@ from autoshard.schedule.waves import Floats, Ints
 from autoshard.search.bound.legal_space import LegalSpace, RunVariant
 from autoshard.search.bound.points import SHARPEST, PlainPoints, Points, Solution, UnsolvedPoints, likely, likely_s
 from autoshard.search.bound.priced_layouts import LayoutPricer, PricedLayouts, Row
-from autoshard.search.bound.records import BestSolutions, PointRecords
+from autoshard.search.bound.records import BestSolutions, PointRecords, SolvingOrder
 from autoshard.search.bound.rough import rough_seconds
 from autoshard.search.bound.watch import SearchProgress, SearchStopped, Watch, go_on, never_stop
 from autoshard.search.fill.split_bounds import SplitSearch
@@ -60,8 +60,8 @@ class Pool:
             self._variants[variant.terms].append(variant)
         self._records = PointRecords(legal)
         self.points: list[Points] = []  # all that are priced and may fit
-        self.left, self._count = UnsolvedPoints(), 0
-        self._num_idle = 0  # groups of points that were solved since the best solution was found
+        self.left, self._count = UnsolvedPoints(), _ALWAYS
+        self._order = SolvingOrder(goal.effort.most_idle)
         self._best, self.splits = BestSolutions(rival_values), SplitSearch(seconds_left=goal.effort.split_s)
         self._least: dict[Row, float] = {}  # the least bound of the solved points of a layout
         self._cuttings: list[tuple[Terms, Cutting, Ints]] = []  # with the layouts that they serve
@@ -74,15 +74,14 @@ class Pool:
             for terms in self._variants
             for layouts in self.pricer.kinds(self._layouts(terms), pinned=bool(pins))
         ]
-        rough_s = self.rough_s(legal.space.base.zero)
-        self._unpriced.sort(key=lambda kind: float(rough_s[kind[1]].min()))
+        self._unpriced.sort(key=lambda kind: float(self.rough_s(legal.space.base.zero)[kind[1]].min()))
 
     def settle(self, count: int) -> None:
         """Solve points until the ``count`` best layouts are known, each with its own cutting.
 
         The watching caller may stop this between any two steps; then the solutions known so far count.
         """
-        self._count, num_best = count, max(count, _ALWAYS)
+        self._count = num_best = max(count, _ALWAYS)
         while self._unpriced:
             self._price_kind(*self._unpriced[0])
             del self._unpriced[0]
@@ -93,7 +92,7 @@ class Pool:
         while True:
             # The first points of a variant give a limit that excludes most points of the next variant.
             while not self._gives_up and self._open_next(self._limit(num_best)):
-                self._explore(num_best, most=_FIRST)
+                self._explore(num_best, most=np.inf if self._order.is_idle else _FIRST)
             self._explore(num_best)
             solution = next((best for best in self.solutions[:num_best] if best.row not in self._own), None)
             if solution:
@@ -257,7 +256,7 @@ class Pool:
 
         Layouts that are not ``near``, or not below the limit, stay as they are.
         """
-        limit = self._limit(max(self._count, _ALWAYS))
+        limit = self._limit(self._count)
         self.left.plain.remove(plain)
         opened, *rest = plain.parted(plain.bounds < limit if near is None else near)
         unused = [run for run in plain.variants if run not in variants]
@@ -272,14 +271,14 @@ class Pool:
 
     def _explore(self, count: int, most: float = np.inf) -> None:
         """Solve the points that may be among the ``count`` best layouts, at most ``most`` groups of them."""
-        while self.left.opened and most > 0:
+        while np.isfinite(self.left.least_opened) and most > 0:
             limit = self._limit(count)
-            if self.left.least_opened >= limit or self._gives_up:
+            held_down = self._order.is_idle and self.left.least < self.left.least_opened  # by points not open yet
+            if self.left.least_opened >= limit or held_down or self._gives_up:
                 return
-            points = self.in_use(self.left.pop())
-            # Only the best point of each layout is wanted.
-            all_count = self.goal.effort.exhaustive
-            limits = np.full(len(points.rows), np.inf) if all_count else self._best.limits(points, limit)
+            points = self.in_use(self.left.pop(self._order.times))
+            whole, beyond = self.goal.effort.exhaustive, np.full(len(points.rows), np.inf)
+            limits = beyond if whole else self._best.limits(points, limit)  # only the best point of each layout
             order = np.argsort(points.bound, kind="stable")
             near = points.bound[order] < limits[order]
             self.left.passed.append(points.only(order[~near]))
@@ -306,7 +305,7 @@ class Pool:
 
         That is the case where the gap is as small as wanted, or where solved points keep it open.
         """
-        if self._num_idle < self.goal.effort.most_idle:
+        if not self._order.is_idle:
             return False
         return min([self._limit(1) * (1 - self.goal.effort.gap), *self._least.values()]) <= self.left.least
 
@@ -315,20 +314,22 @@ class Pool:
         go_on(self._watch, self._progress)
 
     def _progress(self) -> SearchProgress:
-        best = self._best.value
-        groups = (*(group for *_, group in self.left.opened), *(group for _, group in self.left.waiting))
-        num_left, total = sum(len(points.rows) for points in groups), self.legal.num_legal
-        done = max(0, total - num_left)
+        best, total = self._best.value, self.legal.num_legal
+        done = max(0, total - sum(len(points.rows) for points in self.left.groups))
         return SearchProgress(num_done=done, num_points=total, best=best, bound=min(best, self.bound))
 
     def _limit(self, count: int) -> float:
         """Return the value of the layout at place ``count``; a point above it does not matter."""
         return np.inf if self.goal.effort.exhaustive else self._best.limit(count)
 
+    def keep(self, solution: Solution) -> None:
+        """Keep a solution that was found for another purpose, if it is faster than all, and time is the objective."""
+        if self.goal.objective == "time" and solution.value < self._best.value:
+            self._best.add(solution)
+
     def _solve(self, points: Points, limit: float) -> None:
         filling = points.solved(self.goal, limit, self.splits)
-        values, best = self.goal.value(filling), self._best.value
-        self._num_idle = 0 if values.min() < best * (1 - _TIE) else self._num_idle + 1
+        values, before = self.goal.value(filling), self._best.limit(self._count)
         fits = np.isfinite(values)
         # What does not fit under the limit, or not at all, is no less than the limit.
         self._records.solve(points, fits, np.where(fits, filling.bound, np.maximum(filling.bound, limit)))
@@ -336,6 +337,7 @@ class Pool:
             row = points.variant.terms, layout
             self._least[row] = min(bound, self._least.get(row, np.inf))
         self._best.keep(points, filling, values)
+        self._order.learn(points, values, is_better=self._best.limit(self._count) < before * (1 - _TIE))
         # The other points are not better than this limit, but the limit may rise.
         is_open = ~fits & np.isfinite(filling.bound)
         self.left.passed.append(replace(points, bound=np.maximum(filling.bound, limit)).only(is_open))

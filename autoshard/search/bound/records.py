@@ -11,6 +11,7 @@ from autoshard.search.bound.points import Points, Solution, UnsolvedPoints
 from autoshard.search.bound.priced_layouts import Row
 from autoshard.search.fill.stage_options import StageFilling
 
+_OLD = 0.75  # the part of earlier points in what points of a schedule take beyond their bounds
 _TIE = 1e-8  # relative: times that differ by less count as equal
 
 
@@ -76,23 +77,55 @@ class PointRecords:
         return self._first[points.variant] + points.variant_rows
 
 
+class SolvingOrder:
+    """What solved points say of the order in which to take the others."""
+
+    def __init__(self, most_idle: float) -> None:
+        self._most_idle, self._num_idle = most_idle, 0  # groups of points that were solved since one was among the best
+        self._times: dict[str, float] = {}
+
+    def learn(self, points: Points, values: Floats, *, is_better: bool) -> None:
+        """Learn from points what they take, and whether one of them is among the best."""
+        schedule, value, least = points.variant.space.base.schedule, float(values.min()), float(points.bound.min())
+        if np.isfinite(value) and least > 0:
+            self._times[schedule] = _OLD * self._times.get(schedule, 1.0) + (1 - _OLD) * value / least
+        self._num_idle = 0 if is_better else self._num_idle + 1
+
+    def times(self, schedule: str) -> float:
+        """Return how many times their bound points of a schedule take, as the last ones that were solved did."""
+        return 1.0 if self.is_idle else self._times.get(schedule, 1.0)
+
+    @property
+    def is_idle(self) -> bool:
+        """Say whether nothing better was found for long: then only the bound of all points is still to be raised."""
+        return self._num_idle >= self._most_idle
+
+
 class BestSolutions:
     """The best solution of every layout under every choice of terms, beside the values of rivals of other spaces."""
 
     def __init__(self, rival_values: Sequence[float]) -> None:
         self._rival_values, self._best = rival_values, dict[Row, Solution]()
+        self._of_layout: dict[int, float] = {}
 
     def keep(self, points: Points, filling: StageFilling, values: Floats) -> None:
         """Keep the best solution of each layout, given what is minimised of each filling."""
         for number in np.flatnonzero(np.isfinite(values)).tolist():
             column, layout, value = np.array([number]), int(points.layouts[number]), float(values[number])
-            new = Solution(layout=layout, point=points.only(column), filling=filling.only(column), value=value)
-            best = self._best.get(new.row)
-            self._best[new.row] = new if best is None or new.order < best.order else best
+            self.add(Solution(layout=layout, point=points.only(column), filling=filling.only(column), value=value))
+
+    def add(self, solution: Solution) -> None:
+        """Keep a solution, if none of its layout is better."""
+        best = self._best.get(solution.row)
+        self._best[solution.row] = solution if best is None or solution.order < best.order else best
+        self._of_layout[solution.layout] = min(solution.value, self._of_layout.get(solution.layout, np.inf))
 
     def forget(self, row: Row) -> None:
         """Forget the solution of a layout under some terms."""
         self._best.pop(row, None)
+        _, layout = row
+        values = (solution.value for solution in self._best.values() if solution.layout == layout)
+        self._of_layout[layout] = min(values, default=np.inf)
 
     @property
     def value(self) -> float:
@@ -115,8 +148,5 @@ class BestSolutions:
 
     def limit(self, count: int) -> float:
         """Return the value of the layout at place ``count``; a point above it does not matter."""
-        by_layout: dict[int, float] = {}
-        for (_, layout), solution in self._best.items():
-            by_layout[layout] = min(solution.value, by_layout.get(layout, np.inf))
-        values = sorted((*self._rival_values, *by_layout.values()))
+        values = sorted((*self._rival_values, *(value for value in self._of_layout.values() if value < np.inf)))
         return np.inf if len(values) < count else values[count - 1] * (1 + _TIE)

@@ -137,6 +137,8 @@ def simplest_below(pool: Pool, limit: float, schedules: frozenset[str] | None, n
     """Return the simplest solution below a limit, of some schedules or of all, with its own cutting."""
     while True:
         plan = simplest(pool.below(limit, schedules), pool.goal, limit, pool.between, near)
+        if plan:
+            pool.keep(plan.solution)
         if not plan or pool.settled(plan.solution):
             return plan
 
