@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import autoshard.engine.torch.kernels.attention as attention_kernels
 import autoshard.engine.torch.kernels.products as products
@@ -132,7 +133,7 @@ def test_a_product_that_adds_itself_to_a_sum_gives_both_added(model: ModelSpec):
     assert weights
     for block, op, call, arrays, (expected,) in weights:
         assert isinstance(op.kind, Einsum)
-        add = adding(op.kind, call)
+        add = adding(op.kind, call, EXACT.formats.device)
         assert add, f"{block.kind} {op} lies otherwise than its sum"
         total = torch.linspace(-1, 1, expected.size, dtype=torch.float64).reshape(expected.shape)
         before = total.numpy().copy()
@@ -150,7 +151,7 @@ def test_a_product_of_bf16_adds_itself_to_a_sum_in_fp32_without_rounding(
     for _, op, call, arrays, _ in (each for each in computed(model) if each[1].pass_ == "W"):
         if isinstance(op.kind, Einsum):
             add, (left, right) = (
-                adding(op.kind, call),
+                adding(op.kind, call, EXACT.formats.device),
                 (torch.from_numpy(one).bfloat16() for one in arrays),
             )
             assert add
@@ -163,7 +164,50 @@ def test_a_product_whose_dims_come_in_another_order_than_the_sums_does_not_add_i
     left, right = (Tensor(name=name, dims=dims, dtype="fp32") for name, dims in (("x", ("a", "k")), ("y", ("b", "k"))))
     result = Tensor(name="z", dims=("b", "a"), dtype="fp32")
     call = Call(sizes={"a": 2, "b": 3, "k": 4}, inputs=(left, right), outputs=(result,))
-    assert adding(Einsum(dims=("b", "a")), call) is None
+    assert adding(Einsum(dims=("b", "a")), call, EXACT.formats.device) is None
+
+
+class Products(TorchDispatchMode):
+    """Notes the formats of the factors of products while it is entered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.formats: list[torch.dtype] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(word in func.__name__ for word in ("mm", "attention_for_cpu_backward")):
+            self.formats.append(args[1].dtype)
+        return func(*args, **(kwargs or {}))
+
+
+def test_where_half_formats_are_slow_products_are_of_fp32_and_rounded_once(monkeypatch: pytest.MonkeyPatch):
+    """As processors without AVX-512 compute them, on which a step in BF16 would take five times as long."""
+    local, noted = KernelContext(formats=Formats()), dict[bool, list[torch.dtype]]()
+    for slow in (False, True):
+        for module in (products, attention_kernels):
+            monkeypatch.setattr(module, "slow_halves", lambda _, slow=slow: {torch.bfloat16} if slow else set())
+        with Products() as seen:
+            for _, op, call, arrays, _ in computed(MODELS["experts"]):
+                given = [local.formats.tensor(array, one.dtype) for array, one in zip(arrays, call.inputs, strict=True)]
+                if isinstance(op.kind, Einsum):
+                    hold_product(op.kind, call, given)
+                else:
+                    kernel_of(op.kind, call, local)(*given)
+        noted[slow] = seen.formats
+    assert torch.bfloat16 in noted[False] and len(noted[False]) == len(noted[True])
+    assert torch.bfloat16 not in noted[True] and torch.float32 in noted[True]
+
+
+def hold_product(kind: Einsum, call: Call, given: list[torch.Tensor]) -> None:
+    """Hold a product, and one that adds itself to a sum of its format, against numbers that are rounded once."""
+    expected = torch.from_numpy(kind.evaluate(call, *(tensor.double().numpy() for tensor in given))[0])
+    (result,) = kernel_of(kind, call, KernelContext(formats=Formats()))(*given)
+    torch.testing.assert_close(result.double(), expected, rtol=2**-8, atol=1e-5)
+    if add := adding(kind, call, EXACT.formats.device):
+        total = torch.ones(expected.shape, dtype=given[0].dtype)
+        (into,) = add(total, *given)
+        assert into is total
+        torch.testing.assert_close(total.double(), expected + 1, rtol=2**-8, atol=1e-5)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

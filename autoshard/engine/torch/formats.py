@@ -1,6 +1,7 @@
 """The number formats of a run, those of the plan or all FP64, and the device of its tensors."""
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -49,6 +50,20 @@ def own(array: Array, dtype: torch.dtype | None = None, device: torch.device = _
     """Return a tensor with memory of its own and an array's numbers, in another format where one is given."""
     shared = torch.from_numpy(array if array.flags.writeable else array.copy())  # torch warns of others
     return torch.empty(shared.shape, dtype=dtype or shared.dtype, device=device).copy_(shared)
+
+
+@cache
+def slow_halves(device: torch.device) -> frozenset[torch.dtype]:
+    """Return the half formats whose products a device computes number by number: ten and more times slower than FP32.
+
+    Such devices are processors without AVX-512, or without the instructions of ARM for these formats.
+    """
+    if device.type != HOST:
+        return frozenset()
+    kernels = torch.ops.mkldnn  # torch asks the same before it hands a product to oneDNN
+    fast = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
+    usable = torch.backends.mkldnn.is_available()
+    return frozenset(dtype for dtype, name in fast.items() if not (usable and getattr(kernels, name)()))
 
 
 def memory_of(tensor: torch.Tensor) -> StorageWeakRef:

@@ -16,7 +16,7 @@ import torch
 from autoshard.engine.programs import BlockProgram
 from autoshard.engine.torch.execution import RankStep
 from autoshard.engine.torch.formats import Formats
-from autoshard.engine.torch.kernels.products import add_product, adds_wide
+from autoshard.engine.torch.kernels.products import add_product, adds_wide, multiply
 from autoshard.graph.kinds.linear import Einsum
 from autoshard.graph.kinds.optimizer import Accumulate
 from autoshard.graph.op import Tensor
@@ -136,7 +136,8 @@ class _WeightGroup:
         copies = any(stay) and len(staying) < len(results)
 
         def run(x: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            columns = torch.mm(x.reshape(-1, self.columns), weights.view(-1, self.columns).t()).split(self.rows, 1)
+            matrix = weights.view(-1, self.columns).t()
+            columns = multiply(x.reshape(-1, self.columns), matrix, self.formats.device).split(self.rows, 1)
             return tuple(
                 (result.contiguous() if stays and copies else result).view(shape)
                 for result, shape, stays in zip(columns, shapes, stay, strict=True)
@@ -190,7 +191,9 @@ class _WeightGroup:
         product = RankStep(
             entry=products[0], about=_about(products), reads=(*upstream.writes, *matrix.writes), writes=(result.name,),
             shapes=(shape,),
-            run=lambda upstream, weights: (torch.mm(upstream, weights.view(-1, self.columns)).view(shape),),
+            run=lambda upstream, weights: (
+                multiply(upstream, weights.view(-1, self.columns), self.formats.device).view(shape),
+            ),
         )  # fmt: skip
         shorter = replace(total, reads=tuple(value for value in total.reads if value.name not in terms[1:]))
         last = max(products, key=entries.index)
@@ -219,9 +222,9 @@ class _WeightGroup:
         def run(total: torch.Tensor, upstream: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor]:
             whole, right = total.view(-1, self.columns), x.reshape(-1, self.columns)
             if adds:
-                add_product(whole, upstream.t(), right)
+                add_product(whole, upstream.t(), right, self.formats.device)
             else:
-                whole.add_(torch.mm(upstream.t(), right))
+                whole.add_(multiply(upstream.t(), right, self.formats.device))
             return (total,)
 
         product = RankStep(

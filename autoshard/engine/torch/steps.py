@@ -269,7 +269,8 @@ def _adding(context: RankContext, parts: BlockProgram, product: Compute, total: 
     into = context.formats.of(parts.block.tensors[total.tensor].dtype)
     if factors != {into} and not (len(factors) == 1 and adds_wide(context.formats.device, *factors, into)):
         return None
-    return adding(product.op.kind, parts.block.call(product.op, context.sizes(product)), packed=context.packed)
+    call, device = parts.block.call(product.op, context.sizes(product)), context.formats.device
+    return adding(product.op.kind, call, device, packed=context.packed)
 
 
 def kernel_for(context: RankContext, block: Block, entry: Instruction, overwritable: Collection[str]) -> Kernel | None:

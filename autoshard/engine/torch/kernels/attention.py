@@ -17,7 +17,7 @@ import torch
 from einops import einsum, rearrange
 from torch.nn import functional
 
-from autoshard.engine.torch.formats import NOWHERE, wide
+from autoshard.engine.torch.formats import NOWHERE, slow_halves, wide
 from autoshard.engine.torch.kernels.dropout import keeps
 from autoshard.engine.torch.kernels.kernel import Kernel, KernelContext, register_kernels
 from autoshard.graph.kinds.attention import MOST_GROUPED, Attend, AttendGradient, scale_of, where_and_draws
@@ -63,15 +63,23 @@ def _on_gpu_back(tensors: Sequence[torch.Tensor], causal: bool, scale: float) ->
     return back(*arguments, rows, *lengths, 0.0, causal, *seeds, scale=scale)
 
 
+def _on_host_back(tensors: Sequence[torch.Tensor], causal: bool, scale: float) -> Heads:
+    back = _aten._scaled_dot_product_flash_attention_for_cpu_backward
+    upstream, *others = tensors
+    if upstream.dtype not in slow_halves(torch.device(HOST)):
+        return back(*tensors, 0.0, causal, scale=scale)
+    gradients = back(*(tensor.float() for tensor in (upstream, *others)), 0.0, causal, scale=scale)
+    query, key, value = (gradient.to(upstream.dtype) for gradient in gradients)
+    return query, key, value
+
+
 _HOST = FusedAttention(
     dtypes=(torch.float32, torch.float64, *_HALF),
     head_dims=range(1, 2**16),
     forward=lambda heads, causal, scale: _aten._scaled_dot_product_flash_attention_for_cpu(
         *heads, 0.0, causal, scale=scale
     ),
-    backward=lambda tensors, causal, scale: _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        *tensors, 0.0, causal, scale=scale
-    ),
+    backward=_on_host_back,
 )
 GPU = FusedAttention(
     dtypes=_HALF,

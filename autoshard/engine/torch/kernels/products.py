@@ -6,12 +6,13 @@ from functools import cache
 import torch
 from torch.nn import functional
 
-from autoshard.engine.torch.formats import NOWHERE
+from autoshard.engine.torch.formats import NOWHERE, slow_halves
 from autoshard.engine.torch.kernels.kernel import Kernel, KernelContext, register_kernels, shape_of
 from autoshard.graph.kinds.linear import Einsum
 from autoshard.graph.op import Call, Dims
 
 Matrix = Callable[[torch.Tensor], torch.Tensor]
+_Factors = tuple[torch.Tensor, torch.Tensor]
 
 
 def _matrix(dims: Dims, groups: tuple[Dims, ...], call: Call) -> Matrix:
@@ -42,13 +43,21 @@ def _product(kind: Einsum, call: Call) -> tuple[Matrix, Matrix, tuple[int, ...],
     return first, second, shape_of(call, result_dims), None if order == sorted(order) else order
 
 
+def multiply(left: torch.Tensor, right: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Multiply matrices, or batches of them: in FP32, rounded once, where the device is slow in their format."""
+    if left.dtype in slow_halves(device):
+        return torch.matmul(left.float(), right.float()).to(left.dtype)
+    return torch.matmul(left, right)
+
+
 def _einsum(kind: Einsum, call: Call, context: KernelContext) -> Kernel:
+    device = context.formats.device
     if context.packed and of_experts(call):
-        return _grouped(kind, call)
+        return _grouped(kind, call, device)
     first, second, shape, order = _product(kind, call)
 
     def run(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor]:
-        result = torch.matmul(first(x), second(y)).reshape(shape)
+        result = multiply(first(x), second(y), device).reshape(shape)
         return (result.permute(order) if order else result,)
 
     return run
@@ -59,7 +68,7 @@ def of_experts(call: Call) -> bool:
     return {"experts", "slots"} <= {*call.inputs[0].dims}
 
 
-def _grouped(kind: Einsum, call: Call) -> Kernel:
+def _grouped(kind: Einsum, call: Call, device: torch.device) -> Kernel:
     """Return a function with a product for each expert; its last argument says where the rows of each expert end.
 
     Rows are dims of the result (F, I), or are summed over (W). The host reads no number.
@@ -67,7 +76,7 @@ def _grouped(kind: Einsum, call: Call) -> Kernel:
     as_it_is = call.inputs[1].dims[-1] == kind.dims[-1]  # or else it is summed over
     if call.sizes["experts"] == 1:
         factors = _of_only_expert(kind, call)
-        return lambda x, y, ends: (torch.mm(*factors(x, y)).unsqueeze(0),)
+        return lambda x, y, ends: (multiply(*factors(x, y), device).unsqueeze(0),)
 
     def run(x: torch.Tensor, y: torch.Tensor, ends: torch.Tensor) -> tuple[torch.Tensor]:
         if "slots" in kind.dims:
@@ -77,7 +86,7 @@ def _grouped(kind: Einsum, call: Call) -> Kernel:
     return run
 
 
-def _of_only_expert(kind: Einsum, call: Call) -> Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, ...]]:
+def _of_only_expert(kind: Einsum, call: Call) -> Callable[[torch.Tensor, torch.Tensor], _Factors]:
     """Return the functions that make the factors two matrices where all rows are those of one expert."""
     if "slots" not in kind.dims:
         return lambda x, y: (x[0].t(), y[0])
@@ -115,38 +124,42 @@ def groups_products(device: torch.device) -> bool:
     return True
 
 
-def adding(kind: Einsum, call: Call, *, packed: bool = False) -> Kernel | None:
+def adding(kind: Einsum, call: Call, device: torch.device, *, packed: bool = False) -> Kernel | None:
     """Return a function that adds an einsum to its first argument, a sum; None if the sum has another order of dims.
 
     The sum may be of a wider format than the factors, where ``adds_wide`` says so. Grouped products (of ``packed`` rows
     of several experts) cannot add to a sum.
     """
     if packed and of_experts(call):
-        return _adding_of_only_expert(kind, call) if call.sizes["experts"] == 1 else None
+        return _adding_of_only_expert(kind, call, device) if call.sizes["experts"] == 1 else None
     first, second, _, order = _product(kind, call)
     if order:
         return None
 
     def run(total: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor]:
         left, right = first(x), second(y)
-        add_product(total.view(*left.shape[:-1], right.shape[-1]), left, right)
+        add_product(total.view(*left.shape[:-1], right.shape[-1]), left, right, device)
         return (total,)
 
     return run
 
 
-def _adding_of_only_expert(kind: Einsum, call: Call) -> Kernel:
+def _adding_of_only_expert(kind: Einsum, call: Call, device: torch.device) -> Kernel:
     factors = _of_only_expert(kind, call)
 
     def run(total: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor]:
-        add_product(total[0], *factors(x, y))
+        add_product(total[0], *factors(x, y), device)
         return (total,)
 
     return run
 
 
-def add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+def add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor, device: torch.device) -> None:
     """Add a product of matrices, or a batch of them, to a sum, which may be of a wider format."""
+    if left.dtype == total.dtype and left.dtype in slow_halves(device):
+        add = torch.addmm if left.dim() == 2 else torch.baddbmm
+        total.copy_(add(total.float(), left.float(), right.float()))
+        return
     if left.dtype == total.dtype:
         (total.addmm_ if left.dim() == 2 else total.baddbmm_)(left, right)
         return
