@@ -152,17 +152,18 @@ def test_an_answer_is_that_of_the_command_that_stands_above_it(
 
 
 @pytest.mark.slow
-def test_after_each_of_fifty_random_changes_the_answer_is_that_of_the_command(
-    client: FlaskClient, typed: Typed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("changes", [16, pytest.param(50, marks=pytest.mark.thorough)])
+def test_after_each_of_many_random_changes_the_answer_is_that_of_the_command(
+    changes: int, client: FlaskClient, typed: Typed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.chdir(tmp_path)
     texts = {"model": "tiny-llama", "cluster": "h100-80"}
     answered, choose = 0, random.Random(44)
-    for _ in range(50):
+    for _ in range(changes):
         name = choose.choice(sorted(LIKELY))
         texts[name] = choose.choice([text for text in LIKELY[name] if text != texts.get(name)])
         answered += is_command_s(client, typed, texts)
-    assert 10 < answered < 50, "some of the questions have no answer"
+    assert 0.2 * changes < answered < changes, "some of the questions have no answer"
 
 
 @pytest.mark.parametrize(

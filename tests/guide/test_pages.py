@@ -14,17 +14,20 @@ import pytest
 
 from autoshard.cli import main
 from autoshard.sweep.points import load_sweep, points_of
+from tests.forks import typed_on_a_fork
 from tests.guide.pages import DOCS, ROOT, USERS, commands, fences
 from tests.imports.logs.published import GPT_13B, LOGS, arguments, megatron
 from tests.runtime.cases import environment
 from tests.runtime.metrics.offline import wandb_environment
 
 TWINS = "guides/trainium"  # has a test of its own: test_llama3_on_trainium
-# Commands that start ranks, or import torch: each is a process of its own.
+# Commands that start ranks, or import torch: each is a process.
 WITH_TORCH = ("run", "generate", "convert", "tokenize", "sweep", "verify", "report", "watch")
 THOROUGH = ("guides/sweeps",)  # many minutes
-# What is typed here in the place of what a page says: fewer steps, no key that a terminal has to press.
+# What is typed here in the place of what a page says: fewer steps, and searches over GPUs that end after some seconds
+# with the best plan so far.
 SHORTER = {
+    r"^(autoshard plan [^|]*\b(?:h100|h100-80|our-h200\.yaml|lab\.yaml)\b[^|]*)$": r"\1 --time-limit 4",
     r"^(autoshard run tiny-text)$": r"\1 --steps 8",
     r"--steps (?:300|350)\b": "--steps 12",
     r"--steps 40\b": "--steps 9",
@@ -116,10 +119,13 @@ def test_every_command_of_a_page_runs(
         for long, short in SHORTER.items():
             command = re.sub(long, short, command)
         program, *words = shlex.split(command)
-        if program == "autoshard" and words[0] not in WITH_TORCH and "|" not in command and "--module" not in command:
-            assert main(words) == 0, f"{command}\n{capsys.readouterr().err}"
-        else:
+        if program != "autoshard" or "|" in command:
             run_apart(command, folder, env)
+        elif words[0] in WITH_TORCH or "--module" in words:
+            code, said = typed_on_a_fork(words, folder, env)
+            assert code == 0, f"{command}\n{said[-4000:]}"
+        else:
+            assert main(words) == 0, f"{command}\n{capsys.readouterr().err}"
     assert WRITTEN.get(name_of(page), set()) <= {path.name for path in folder.iterdir()}
 
 
