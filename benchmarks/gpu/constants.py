@@ -178,7 +178,7 @@ def _adding(sizes: Matrices, where: torch.device) -> Callable[[], object]:
     right = torch.randn(inner, columns, device=where, dtype=torch.bfloat16)
     total = torch.zeros(rows, columns, device=where)
     if adds_wide(where, left.dtype, total.dtype):
-        return lambda: add_product(total, left.t(), right)
+        return lambda: add_product(total, left.t(), right, where)
     return lambda: total.add_(torch.mm(left.t(), right))
 
 

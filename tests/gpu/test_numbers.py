@@ -62,7 +62,7 @@ def test_products_add_to_sums_in_fp32_in_one_kernel() -> None:
     assert adds_wide(cuda, torch.bfloat16, torch.float32), "Hopper and Ampere have it; the engine falls back without"
     left, right_ = (torch.randn(64, 64, device=cuda).bfloat16() for _ in range(2))
     total = torch.full((64, 64), 1e-3, device=cuda)
-    add_product(total, left, right_)
+    add_product(total, left, right_, cuda)
     torch.testing.assert_close(total.double(), left.double() @ right_.double() + 1e-3, rtol=1e-4, atol=1e-4)
 
 
