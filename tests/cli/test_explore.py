@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
@@ -335,3 +335,24 @@ def test_without_flask_a_line_says_what_to_install(typed: Typed, monkeypatch: py
 def test_a_port_that_cannot_be_is_refused(typed: Typed):
     code, _, err = typed("explore --port 70000")
     assert code == 2 and err == "autoshard: --port: must be 0 to 65535, not 70000\n"
+
+
+def show_two_early_answers(send: Callable[[Any], None], send_early: Callable[[Any], None], length: int) -> None:
+    """As two halves of a search do that stopped at two moments, and have their answers at the same one."""
+    for letter in "ab":
+        if not os.fork():
+            for _ in range(8):
+                send_early({"kind": "answer", "final": False, "html": letter * length})
+            os._exit(0)
+    os.wait()
+    os.wait()
+    time.sleep(0.5)  # until all is read
+    send({"kind": "answer", "final": True, "html": "c"})
+
+
+def test_early_answers_that_come_at_once_are_each_whole():
+    with closing(Searches()) as searches:
+        early = [
+            event["html"] for event in searches.events("a", show_two_early_answers, 3_000_000) if not event["final"]
+        ]
+    assert sorted(early) == ["a" * 3_000_000] * 8 + ["b" * 3_000_000] * 8

@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn
@@ -54,11 +55,16 @@ def work(
 ) -> None:
     """Do a task in a process and in a group of its own, so that both halves of a search can be ended at once."""
     os.setpgid(0, 0)
-    last, early = pipes
+    (last, early), lock = pipes, get_context("fork").Lock()
+
+    def send_early(event: Event) -> None:
+        with lock:  # halves that stopped at several moments may send at once
+            early.send(event)
+
     try:
         for path in extensions:
             load_extension(path)
-        task(last.send, early.send, *arguments)
+        task(last.send, send_early, *arguments)
     except AutoshardError as error:
         last.send(refusal(error))
     except _NOBODY_LISTENS:
