@@ -10,10 +10,12 @@ from hypothesis import given, strategies as st
 
 from autoshard.cost.stages import StageOptions, price_stages
 from autoshard.cost.step import step_seconds
+from autoshard.plan.explanation import Certificate
 from autoshard.plan.recompute import Recompute
 from autoshard.search.bound.bounds import least_bytes, least_of_any, states_of
 from autoshard.search.bound.legal_space import RunVariant, legal_space
 from autoshard.search.bound.points import Points, least_bounds
+from autoshard.search.bound.pool import Pool
 from autoshard.search.bound.priced_layouts import LayoutPricer, PricedLayouts
 from autoshard.search.bound.request import Request
 from autoshard.search.fill.stage_filling import Goal
@@ -128,3 +130,19 @@ def agrees(request: Request, seed: int, most: int) -> None:
 @given(requests(), st.integers(0, 10**6))
 def test_small_questions_cost_what_their_plans_do(request: Request, seed: int):
     agrees(request, seed, 6)
+
+
+@pytest.mark.parametrize(("objective", "is_kept"), [("time", True), ("memory", False)])
+def test_a_solution_that_a_choice_finds_is_kept_if_it_is_the_fastest(objective: str, is_kept: bool):
+    request = replace(ask("tiny-llama", global_batch=8, pins="cp=1"), objective=objective)
+    (engine,) = request.engines
+    legal = legal_space(request, engine)
+    pricer = LayoutPricer(request.question(legal.space.base), legal.space)
+    pool = Pool(pricer, legal, request.goal(pricer.question.kernels))
+    pool.settle(1)
+    best, *_, last = pool.solutions
+    pool.keep(replace(last, value=best.value * 1.01))
+    assert pool.solutions[0] is best and pool.certificate(Certificate()).value == best.value
+    pool.keep(replace(last, value=best.value * 0.99))
+    assert (pool.solutions[0].layout == last.layout) == is_kept
+    assert pool.certificate(Certificate()).value == best.value * (0.99 if is_kept else 1.0)

@@ -22,7 +22,7 @@ from autoshard.search.fill.stage_options import (
 )
 
 _FEW = 3  # stages from which a layer is taken, or to which it is given
-_STEPS, _STEP = 4, 3  # of balancing layers in a round, so many at once
+_BATCHES, _STEPS = 4, 3  # of steps that balance layers in a round, and steps of a batch
 _GAIN = 1e-3  # of a bound: what a few flows must raise it by for more to be looked for
 _ROUNDS = 2
 _TIME_S = (5e-3, 1.2e-7)  # of a batch of splits: measured 2026-11 on one core of a cloud machine
@@ -227,9 +227,9 @@ def _raised(bounds: SplitBounds, splits: SplitSearch, seconds: tuple[float, floa
     """
     bound_s, limit_s, rest_s = seconds
     useful = splits.seconds_left > 0 and bounds.schedule not in splits.useless
-    for number in range(_STEPS if useful else 1):
+    for number in range(_BATCHES if useful else 1):
         if useful:
-            bounds.balance(_STEP)
+            bounds.balance(_STEPS)
         raised_s = max(bound_s, (bounds.bound_s(bounds.paths(), limit_s - rest_s) + rest_s) * (1 - SURE))
         gain, bound_s = raised_s / max(bound_s, 1e-30) - 1, raised_s
         if gain < _GAIN or bound_s >= limit_s or splits.seconds_left <= 0:

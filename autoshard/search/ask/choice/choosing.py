@@ -203,4 +203,6 @@ def fastest_below(pool: Pool, limit: float, schedules: frozenset[str] | None) ->
         best = min(
             (solution for solution in (best, *solutions) if solution), key=lambda solution: solution.order, default=None
         )
+    if best:
+        pool.keep(best)
     return best

@@ -154,5 +154,4 @@ def fastest_among(pool: Pool, group: Points, below: float) -> list[Solution]:
     number = np.array([int(values.argmin())])
     layout, value = int(group.layouts[number[0]]), float(values[number[0]])
     solution = Solution(layout=layout, point=group.only(number), filling=filling.only(number), value=value)
-    pool.keep(solution)
     return [solution] if value < below else []
