@@ -15,7 +15,7 @@ from autoshard.errors import InputError
 from autoshard.run.reports import TimedStep
 from autoshard.runtime.metrics.log import MetricsLog, record_of
 from autoshard.runtime.metrics.shown import ShownSteps
-from autoshard.runtime.metrics.trackers import OnTensorBoard, Trackers, trackers_of
+from autoshard.runtime.metrics.trackers import _FLUSH, _FLUSH_S, OnTensorBoard, Trackers, trackers_of
 from autoshard.spec.training import Tracking
 from tests.runtime.cases import PATIENCE_S, wait_until
 from tests.runtime.metrics.offline import records, wandb_environment
@@ -250,15 +250,22 @@ def test_wandb_with_a_wrong_key_or_server_keeps_the_run_offline(settings: dict[s
 
 
 def test_wandb_of_a_run_that_was_killed_early_gets_its_steps_after_the_next_start(tmp_path: Path) -> None:
-    on_wandb(tmp_path, "1-25", "0", code=-9)
+    on_wandb(tmp_path, "1-25", "a-file", code=-9)
     _, (first, later) = on_wandb(tmp_path, "21-30")
     assert {one["run"]["run_id"] for part in (first, later) for one in part if "run" in one} == {"0a1b2c3d"}
     assert history(later) == {step: "NaN" if step == 4 else 1 / step for step in range(1, 31)}
 
 
+def test_wandb_knows_the_setting_that_keeps_the_last_seconds_of_a_killed_run() -> None:
+    import wandb
+
+    settings = wandb.Settings(**{_FLUSH: _FLUSH_S})
+    assert getattr(settings, _FLUSH) == _FLUSH_S < 15  # its default
+
+
 @pytest.mark.slow
 def test_wandb_of_a_killed_run_has_its_last_step_and_its_service_is_gone(tmp_path: Path) -> None:
-    _, (found,) = on_wandb(tmp_path, "1-15", "3", code=-9)
+    _, (found,) = on_wandb(tmp_path, "1-15", "the-last-step", code=-9)
     assert max(history(found)) == 15
 
 
