@@ -3,9 +3,10 @@
 import dis
 import sys
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -44,6 +45,16 @@ class StateChange:
         is_plain = _is_plain(self.new) or (type(self.new) in (list, dict) and all(map(_is_plain, parts)))  # pyright: ignore
         return isinstance(self.owner, torch.nn.Module) and not self.is_read and is_plain
 
+    def is_of_library(self, packages: Collection[str]) -> bool:
+        """Say whether an object of an installed package has changed that has no module among those of ``packages``.
+
+        Such packages set themselves up when they are first called: einx notes which frameworks there are.
+        """
+        package = _package(type(self.owner))
+        file = getattr(sys.modules.get(package), "__file__", None) or ""
+        is_installed = not {"site-packages", "dist-packages"}.isdisjoint(Path(file).parts)
+        return is_installed and package not in packages and not _has_tensor(self.new)
+
     def __str__(self) -> str:
         if _has_tensor(self.new):
             return f"{self._line()}forward leaves a tensor in {self.place}; return it as a result instead"
@@ -58,6 +69,10 @@ class StateChange:
                 if line:
                     return f'File "{function.__code__.co_filename}", line {line}, in {function.__name__}: '
         return ""
+
+
+def _package(kind: type) -> str:
+    return kind.__module__.partition(".")[0]
 
 
 def _written(code: types.CodeType, name: str) -> int | None:
@@ -154,7 +169,16 @@ def _changed(space: StatePlace, new: tuple[Any, ...]) -> StateChange:
 
 
 def _is_same(old: Any, new: Any) -> bool:
-    return old is new or (type(old) is type(new) and _is_plain(new) and bool(old == new))
+    return old is new or _stands_in(old, new) or (type(old) is type(new) and _is_plain(new) and bool(old == new))
+
+
+def _stands_in(old: Any, new: Any) -> bool:
+    """Say whether torch calls a function through another while it traces, as those that ``torch.fx.wrap`` names."""
+    return (
+        isinstance(new, types.FunctionType)
+        and getattr(new, "__wrapped__", None) is old
+        and new.__code__.co_filename.startswith(_TORCH)
+    )
 
 
 def _refill(owner: Any, values: Mapping[str, Any]) -> None:
@@ -211,7 +235,8 @@ class ForwardRecord:
     def end(self, *_: Any) -> None:
         """Refuse what forward has changed, and put it back."""
         self.is_active = False
-        changes = [*self.before.changes(self.reads)]
+        packages = {_package(type(module)) for module in self.before.modules.values()}
+        changes = [change for change in self.before.changes(self.reads) if not change.is_of_library(packages)]
         for change in changes:
             if not (change.is_lazy or change.is_noted):
                 self.before.undo()

@@ -1,9 +1,11 @@
 """What forward writes: refused by name where the next call would differ; otherwise written again, or left alone."""
 
 import copy
+import importlib
 import warnings
 from collections import defaultdict
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -22,6 +24,13 @@ def count_globally() -> None: ...
 
 
 exec("def count_globally():\n    global STEPS\n    STEPS += 1")  # which a rule forbids here
+
+
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    return 2 * x
+
+
+torch.fx.wrap("doubled")  # torch calls it through another function as long as it traces
 
 
 def counter() -> Callable[[], int]:
@@ -148,6 +157,41 @@ def test_a_module_with_a_forward_of_its_own_is_refused():
     module.forward = lambda input: input * 2
     with pytest.raises(InputError, match="has a forward of its own that hides that of its class"):
         shard(module, [torch.ones(2, 4)], "data=2")
+
+
+class Applied(nn.Linear):
+    """Calls a function of another package."""
+
+    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__(4, 4)
+        self.function = function
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return self.function(super().forward(input))
+
+
+def test_functions_that_torch_replaces_while_it_traces_are_no_change():
+    class Doubled(nn.Linear):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            return doubled(super().forward(input))
+
+    exported = ExportedModule.of(Doubled(4, 4), [torch.ones(2, 4)])
+    assert not exported.own_gradients and doubled.__name__ == "doubled"
+
+
+def test_a_library_without_modules_may_set_itself_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    code = "class Registry: ...\nregistry = Registry()\ndef doubled(x):\n    registry.calls = {}\n    return 2 * x\n"
+    modules: list[nn.Module] = []
+    for folder, name in (("site-packages", "installed"), ("source", "edited")):
+        path = tmp_path / folder / f"{name}_operations.py"
+        path.parent.mkdir()
+        path.write_text(code)
+        monkeypatch.syspath_prepend(str(path.parent))
+        double = importlib.import_module(path.stem).doubled
+        modules.append(Applied(double))
+    assert ExportedModule.of(modules[0], [torch.ones(2, 4)])
+    with pytest.raises(InputError, match=r"forward changes registry\.calls"):
+        ExportedModule.of(modules[1], [torch.ones(2, 4)])
 
 
 class Warming(nn.Linear):
