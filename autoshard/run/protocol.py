@@ -10,7 +10,7 @@ from autoshard.graph.op import Array
 from autoshard.plan.plan import Plan
 from autoshard.run.activity import RankActivity
 from autoshard.run.placement import StatePiece
-from autoshard.run.reports import Measured, RouterReport
+from autoshard.run.reports import Measured, NormsReport, RouterReport
 from autoshard.spec.training import Training
 
 HOST = "cpu"
@@ -47,6 +47,7 @@ class StepReport:
     norm: float  # of the whole gradient, before it was clipped
     updated: bool = True  # whether the weights took the step
     router: RouterReport | None = None  # of a mixture of experts
+    norms: NormsReport | None = None  # in every so many steps, as the recipe asks
     suspects: tuple[str, ...] = ()  # if a number is not finite: which ranks found it, and where
 
     @property

@@ -45,6 +45,26 @@ class RouterReport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NormsReport:
+    """Norms by group of weights: of the gradient before it was clipped, and of the weights before their update.
+
+    >>> NormsReport(gradient={"layer.up.weight": 0.5}, weights={"layer.up.weight": math.inf}).figures
+    {'gradient': {'layer.up.weight': 0.5}, 'weights': {}}
+    """
+
+    gradient: Mapping[str, float]
+    weights: Mapping[str, float]
+
+    @property
+    def figures(self) -> Mapping[str, Mapping[str, float]]:
+        """The numbers by name, as far as they are finite."""
+        return {
+            kind: {group: norm for group, norm in norms.items() if math.isfinite(norm)}
+            for kind, norms in asdict(self).items()
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TimedStep:
     """One optimizer step as all ranks saw it, and how long the slowest took."""
 
@@ -59,6 +79,7 @@ class TimedStep:
     memory_bytes: int | None = None  # the peak of a device so far; None without a device
     phase: Phase = "steady"
     router: RouterReport | None = None  # None of a model without experts, and of engines that do not look
+    norms: NormsReport | None = None  # in every so many steps, as the recipe asks
 
     @property
     def tokens_per_s(self) -> float:

@@ -212,7 +212,7 @@ class _Loop:
         of_device = device != HOST and hasattr(torch.accelerator, "max_memory_allocated")
         timed = TimedStep(
             number=number, loss=report.loss, norm=report.norm, time_s=time_s, num_tokens=num_tokens, learning_rate=rate,
-            waited_s=prepared.waited_s, updated=report.updated, router=report.router,
+            waited_s=prepared.waited_s, updated=report.updated, router=report.router, norms=report.norms,
             memory_bytes=torch.accelerator.max_memory_allocated() if of_device
             else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
             phase=phase_of(self._num_taken, compiles=self._plan.engine == "nxd" and device != HOST),

@@ -222,11 +222,16 @@ class Tracking:
         wandb: The Weights & Biases project that gets plan, metrics and summary; offline where there is no key.
         tensorboard: Write the metrics for TensorBoard too, in the folder of the run.
         name: The name of the run there. Default: the name of its folder.
+        norms: Every so many updates, note the norms of gradient and weights by name, each over all layers.
     """
 
     wandb: str | None = None
     tensorboard: bool = False
     name: str | None = None
+    norms: int | None = None
+
+    def __post_init__(self) -> None:
+        require(*in_range(self, "norms", positive=True))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

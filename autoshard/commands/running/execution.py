@@ -14,7 +14,7 @@ from typing import Any, Literal
 from autoshard.calibration.rows import Occasion, row_of
 from autoshard.commands.output import print_answer, write_text
 from autoshard.commands.running.steps import StepDisplay
-from autoshard.errors import InputError, NotFinite, RunFailed, Stopped
+from autoshard.errors import InputError, NotFinite, RunFailed, Stopped, require
 from autoshard.files import append_line, remove_asides, replace_text
 from autoshard.plan.codec import dump
 from autoshard.plan.plan import Plan
@@ -107,6 +107,8 @@ def execute(execution: Execution, launched: GivenRank | None) -> int:
         training = execution.run.training
         source_of(execution.plan, training.data, training.seed)  # refuses what is wrong
         refuse_evaluation(execution.plan, training, execution.engine)
+        norms = f"{execution.engine} notes no norms by group; the torch engine does. Leave track.norms out"
+        require((execution.engine == "torch" or training.track.norms is None, "track.norms", norms))
         _begin(execution, launched)
         display = RunDisplay(execution)
         report = _with_restarts(execution, launched, build, display)

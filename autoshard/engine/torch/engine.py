@@ -24,6 +24,7 @@ from autoshard.engine.torch.kernels.products import groups_products
 from autoshard.engine.torch.ledger import Ledger
 from autoshard.engine.torch.pipeline import RankPipeline
 from autoshard.engine.torch.states.flat import flats
+from autoshard.engine.torch.states.norms import GroupNorms
 from autoshard.engine.torch.states.store import Store
 from autoshard.engine.torch.states.weight import Tied, Weight
 from autoshard.engine.torch.steps import RankContext
@@ -88,6 +89,7 @@ class TorchEngine:
         self.graph = programs.graph
         self._pipeline = RankPipeline(plan, programs, context, mode, training.seed)
         self._notes = RouterNotes.of(plan, programs.graph)
+        self._norms = GroupNorms.of(programs.graph, training.track.norms)
         ties = tied_instances(programs.graph)
         self.weights = {weight.instance: weight for weight in self._weights_here(ties, training)}
         blocks = {name: mesh_rank.block(whole(name), weight.layout) for name, weight in self.weights.items()}
@@ -117,17 +119,20 @@ class TorchEngine:
         device_squares = [flat.square(piece) for flat, piece in zip(flats, self.gradients, strict=True)]
         # A step waits for its device here, and nowhere else.
         noted, stacked = self._pipeline.noted, torch.stack([*device_squares, *device_losses.values()])
-        numbers = iter(torch.cat([stacked, *noted.values()]).to(HOST).tolist())
+        by_group = [self._norms.squares(flats, self.gradients)] if self._norms.due(self._num_updates) else []
+        numbers = iter(torch.cat([stacked, *noted.values(), *by_group]).to(HOST).tolist())
         squares = [flat.share(next(numbers)) for flat in flats]
         losses = {number: next(numbers) for number in device_losses}
         row = self._notes.row({key: [*islice(numbers, len(row))] for key, row in noted.items()})
-        sums = torch.tensor([sum(squares), sum(losses.values()), *row], dtype=torch.float64)
-        total, loss, *row = world.total(sums).tolist()
+        sums = torch.tensor([sum(squares), sum(losses.values()), *row, *numbers], dtype=torch.float64)
+        total, loss, *sums_of_all = world.total(sums).tolist()
+        row, squares_by_group = sums_of_all[: len(row)], sums_of_all[len(row) :]
         world.activity.act("update")
         op = self.graph.update.op("clip")
         clip, norm = op.kind.evaluate(self.graph.update.call(op, {}), np.asarray(total))
         world.finish_sending()
         report = StepReport(loss=loss, norm=float(norm), router=self._notes.report(row))
+        report = replace(report, norms=self._norms.report(squares_by_group))
         if not report.finite:
             report = replace(report, suspects=self._suspects(losses, squares))
         if not allows(report):

@@ -43,7 +43,8 @@ def record_of(step: TimedStep, *, at: float, mfu: float | None = None, neuron: A
         "at": at,
     }
     router = {} if step.router is None else {"router": step.router.figures}
-    return {**record, **router, **({} if neuron is None else {"neuron": neuron})}
+    norms = {} if step.norms is None else {"norms": step.norms.figures}
+    return {**record, **router, **norms, **({} if neuron is None else {"neuron": neuron})}
 
 
 class MetricsLog:

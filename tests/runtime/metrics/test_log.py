@@ -12,7 +12,7 @@ from typing import Any
 from hypothesis import given, strategies as st
 
 from autoshard.run.folder import METRICS
-from autoshard.run.reports import RouterReport, TimedStep, with_nulls
+from autoshard.run.reports import NormsReport, RouterReport, TimedStep, with_nulls
 from autoshard.runtime.metrics.log import MetricsLog, record_of, scalars
 from tests.runtime.cases import ROOT, environment, read_metrics
 
@@ -77,9 +77,19 @@ def test_what_routers_did_goes_to_the_line_and_to_trackers_as_far_as_it_is_a_num
     assert dict(scalars(record))["router/busiest"] == 1.5 and "router" not in record_of(step(), at=1.5)
 
 
+def test_norms_by_group_go_to_the_line_and_to_trackers_as_far_as_they_are_numbers() -> None:
+    norms = NormsReport(
+        gradient={"layer.up.weight": 0.5, "layer.down.weight": math.inf}, weights={"layer.up.weight": 2.0}
+    )
+    record = record_of(step(norms=norms), at=1.5)
+    written = strict(json.dumps(with_nulls(record), allow_nan=False))["norms"]
+    assert written == {"gradient": {"layer.up.weight": 0.5}, "weights": {"layer.up.weight": 2.0}}
+    assert dict(scalars(record))["norms/gradient/layer.up.weight"] == 0.5 and "norms" not in record_of(step(), at=1.5)
+
+
 def test_the_fields_of_a_line_are_documented() -> None:
     line = with_nulls(record_of(step(loss=math.inf), at=0.0, neuron={"num_cores": 2}))
-    line |= {figure.name: 0.0 for figure in fields(RouterReport)} | {"router": {}}
+    line |= {figure.name: 0.0 for figure in fields(RouterReport)} | {"router": {}, "norms": {}}
     page = " ".join((ROOT / "docs" / "reference" / "run-folder.md").read_text(encoding="utf-8").split())
     documented = page[page.index("Fields:") : page.index("says what it was")]
     assert not [name for name in line if f"`{name}`" not in documented]

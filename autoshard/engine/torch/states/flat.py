@@ -118,11 +118,23 @@ class Flat:
 
     def share(self, square: float) -> float:
         """Return the share that this rank adds to the squared norm of all ranks: replicas count once."""
-        return square / self.num_replicas if self.tied != "copy" and self.weights[0].optimizer.clipped else 0.0
+        return square / self.num_replicas if self.counts else 0.0
+
+    @property
+    def counts(self) -> bool:
+        """Whether its gradient is part of the norm: it is the owner of its weights, which gradients train."""
+        return self.tied != "copy" and self.weights[0].optimizer.clipped
+
+    def squares(self, piece: torch.Tensor) -> Iterator[tuple[Weight, torch.Tensor]]:
+        """Yield what this rank adds to the squared norm of each weight, of which it has a range in a piece."""
+        flat = wide(piece)
+        for weight, (low, high), first in self.ranges(len(piece)) if self.counts else ():
+            part = flat[first : first + high - low]
+            yield weight, torch.dot(part, part) / self.num_replicas
 
     def update(self, piece: torch.Tensor, scalars: Mapping[str, float]) -> None:
         """Take a step with this rank's piece of the gradient, and gather the new values."""
-        updated = self._updated()
+        updated = self.updated()
         if updated.dtype == torch.bfloat16:
             self._step_rounding(updated, piece, scalars)
         else:
@@ -151,7 +163,7 @@ class Flat:
                 self._step(weight.optimizer, exact, where, piece, scalars)
                 round_into(updated[where], exact, rounding.bits(weight.bounds, start, stop, updated.device))
 
-    def _updated(self) -> torch.Tensor:
+    def updated(self) -> torch.Tensor:
         """Return the tensor that this rank updates: its masters, its piece of the values, or all values."""
         if self.master is not None:
             return self.master
@@ -184,9 +196,9 @@ class Flat:
     def restored(self) -> None:
         """Take over the numbers that were loaded into the views of ``state``."""
         if self.spread and not self.zero:
-            for state in (self._updated(), *self.moments):
+            for state in (self.updated(), *self.moments):
                 self.spread.broadcast(state)
-        self._publish(self._updated())
+        self._publish(self.updated())
 
     def ranges(self, length: int) -> Iterator[tuple[Weight, tuple[int, int], int]]:
         """Yield which range of each weight lies in this rank's piece of a length, and where the range begins there."""
