@@ -54,6 +54,7 @@ def hold(names: Sequence[str], mode: EngineMode) -> None:
         assert not wrong and len(found) == 2 * len(names), wrong
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "names", [tuple(MODULES)[3::12], pytest.param(tuple(MODULES), marks=[pytest.mark.slow, pytest.mark.thorough])]
 )

@@ -139,6 +139,7 @@ def cut(seed: int) -> float:
     return difference(plain, module, inputs)
 
 
+@pytest.mark.slow
 def test_two_steps_on_two_processes_are_those_of_one():
     assert max(max(on_ranks(2, cut, seed)) for seed in range(2)) < 1e-11
 

@@ -31,7 +31,7 @@ CASES: Mapping[str, tuple[str, ModelSpec, Mapping[str, Any]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", rest_is_slow(CASES, 1, 2))
+@pytest.mark.parametrize("case", rest_is_slow(CASES, 0, 2))
 def test_a_step_is_that_of_one_process_and_holds_and_sends_what_was_promised(case: str) -> None:
     text, model, work = CASES[case]
     hold(Task.of(plan_of(text, model, **work), num_steps=2))

@@ -75,6 +75,7 @@ def killed_until_done(folder: Path, seed: int, num_kills: int, curve: dict[int, 
     assert not active_children()
 
 
+@pytest.mark.slow
 def test_ranks_killed_at_random_moments_leave_the_curve_as_it_is(curve: dict[int, float], tmp_path: Path) -> None:
     killed_until_done(tmp_path, seed=1, num_kills=6, curve=curve)
 

@@ -71,6 +71,7 @@ def test_a_trace_that_cannot_be_written_ends_no_run(tmp_path: Path) -> None:
     assert skipped.write() == ""
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_a_step_that_was_taken_before_a_start_is_said_to_be_not_recorded(typed: Typed) -> None:
     assert typed(PLAN)[0] == 0

@@ -44,7 +44,7 @@ def of_card(name: str, device: str = "meta", **changes: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    "name", rest_is_slow([*OF_EACH_KIND, *(name for name in model_names() if name not in OF_EACH_KIND)], 4, 8)
+    "name", rest_is_slow([*OF_EACH_KIND, *(name for name in model_names() if name not in OF_EACH_KIND)], 4, 5)
 )
 def test_each_card_is_found_in_the_code_of_transformers(name: str):
     model, card = read_decoder(of_card(name), name=name, source="its code"), load_model(name)
@@ -229,6 +229,7 @@ def test_code_that_does_more_than_its_config_says_is_planned_by_its_operations()
     assert any(note.startswith(said) for note in traced.unlifted)
 
 
+@pytest.mark.slow
 def test_code_that_is_refused_says_how_it_differs_from_its_card():
     module = of_card("tiny-deepseek", num_hidden_layers=3)
     set_in(f"{TWO}.self_attn", "scaling", 0.1)(module)

@@ -118,7 +118,7 @@ def of_its_own(plan: Any) -> dict[str, Any]:
     return {key: plan[key] for key in ("model", "prediction", "provenance")}
 
 
-@pytest.mark.parametrize("name", rest_is_slow(["own", "phi", "gemma", "summed"], 1, 2))
+@pytest.mark.parametrize("name", rest_is_slow(["own", "phi", "gemma", "summed"], 0, 2))
 def test_code_that_no_card_says_is_searched_explained_and_proven(name: str, typed: Shown):
     asked = "--cluster local --ranks 8 --seq-len 32 --global-batch 16 --fix tp=2,pp=2,dp=2 --out plan.json"
     code, out, err = typed(f"plan --module mine.py:{name} {asked}")
@@ -132,6 +132,7 @@ def test_code_that_no_card_says_is_searched_explained_and_proven(name: str, type
     assert code == 0 and "weights" in out
 
 
+@pytest.mark.slow
 def test_code_that_changes_after_it_was_planned_is_told(typed: Shown):
     typed("plan --module mine.py:own --cluster local --ranks 2 --seq-len 32 --fix tp=2 --out plan.json")
     assert typed("verify plan.json --module mine.py:own")[0] == 0

@@ -60,6 +60,7 @@ def losses(folder: str) -> dict[int, float]:
     return {step["step"]: step["loss"] for step in map(json.loads, lines)}
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_a_run_goes_on_under_another_plan_and_ends_in_the_module(typed: Typed):
     assert typed(f"plan --module mine.py:gpt {ASKED} --fix tp=2 --out wide.json")[0] == 0
@@ -101,6 +102,7 @@ def test_what_no_run_can_train_is_said_when_it_is_planned_and_refused_when_it_is
     assert not Path("runs").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_code_that_changed_after_it_was_planned_is_not_run(typed: Typed):
     assert typed(f"plan --module mine.py:gpt {ASKED} --fix dp=2")[0] == 0
@@ -138,6 +140,7 @@ def test_a_plan_that_does_not_say_where_its_code_is_is_not_run(typed: Typed):
     )
 
 
+@pytest.mark.slow
 def test_the_layouts_of_code_are_proven_on_virtual_ranks_and_a_wrong_sum_is_found(
     typed: Typed, monkeypatch: pytest.MonkeyPatch
 ):

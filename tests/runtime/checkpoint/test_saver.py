@@ -112,6 +112,7 @@ def test_files_are_safetensors_that_others_read(tmp_path: Path) -> None:
             assert list(boxes[file][f"{name}@{','.join(map(str, offsets))}"].shape) == lengths
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_updates_do_not_wait_for_a_place_that_hangs_longer_than_their_patience(
     curve: dict[int, float], monkeypatch: pytest.MonkeyPatch, tmp_path: Path

@@ -249,6 +249,7 @@ def test_wandb_with_a_wrong_key_or_server_keeps_the_run_offline(settings: dict[s
     assert history(found)[3] == 1 / 3
 
 
+@pytest.mark.slow
 def test_wandb_of_a_run_that_was_killed_early_gets_its_steps_after_the_next_start(tmp_path: Path) -> None:
     on_wandb(tmp_path, "1-25", "a-file", code=-9)
     _, (first, later) = on_wandb(tmp_path, "21-30")
