@@ -49,7 +49,7 @@ def on_ranks(
     num_ranks: int,
     body: Callable[..., Any],
     *args: Any,
-    timeout_s: float = 60.0,
+    timeout_s: float = 300.0,
     replaced: Sequence[Replaced] = (),
     prepare: Callable[[], object] | None = None,
 ) -> list[Any]:
