@@ -27,6 +27,7 @@ from autoshard.commands.exploring.serving import explorer_app
 from autoshard.commands.plan import plan
 from autoshard.spec.recipe import QuestionOptions
 from tests.conftest import Typed
+from tests.slower import rest_is_slow
 
 TOKEN = "a-token"
 ROOT = Path(__file__).parents[2]
@@ -142,11 +143,14 @@ def is_command_s(client: FlaskClient, typed: Typed, texts: dict[str, str]) -> bo
 
 @pytest.mark.parametrize(
     "texts",
-    [
-        {"fix": "tp=2"},
-        {"model": "tiny-gpt", "fix": "pp=1", "seq_len": "128", "more": "--headroom 0.2"},
-        {"fix": "tp=3", "nodes": "2"},
-    ],
+    rest_is_slow(
+        [
+            {"fix": "tp=3", "nodes": "2"},
+            {"fix": "tp=2"},
+            {"model": "tiny-gpt", "fix": "pp=1", "seq_len": "128", "more": "--headroom 0.2"},
+        ],
+        slow=2,
+    ),
 )
 def test_an_answer_is_that_of_the_command_that_stands_above_it(
     client: FlaskClient, typed: Typed, texts: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -222,6 +226,7 @@ def test_what_does_not_fit_is_refused_with_the_reason_and_what_would_help(client
     assert any(line.startswith("  try ") for line in last["lines"])
 
 
+@pytest.mark.slow
 def test_an_answer_has_its_figures_its_drawings_and_its_sources(client: FlaskClient):
     final = asked(client, model="llama3-8b", cluster="trn1", fix="tp=8,mbs=1,cp=1,pp=4", tokens="1T")[-1]
     assert final["kind"] == "answer" and final["final"]
@@ -230,6 +235,7 @@ def test_an_answer_has_its_figures_its_drawings_and_its_sources(client: FlaskCli
     assert "all tokens: " in final["html"] and 'class="timeline"' in final["html"]
 
 
+@pytest.mark.slow
 def test_two_answers_are_compared_and_each_has_its_page(client: FlaskClient):
     assert asked(client, "a", fix="pp=1")[-1]["kind"] == "answer"
     assert asked(client, "b", fix="pp=2")[-1]["kind"] == "answer"

@@ -80,7 +80,7 @@ def test_copied_keys_are_on_every_rank_of_a_group():
 # -- the rows run --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("row", rest_is_slow([*QUICK, *(row for row in ROWS if row not in QUICK)], 1, 7), ids=named)
+@pytest.mark.parametrize("row", rest_is_slow([*QUICK, *(row for row in ROWS if row not in QUICK)], 1, 5), ids=named)
 def test_two_steps_are_those_of_one_process_and_hold_and_send_what_was_promised(row):
     """In double; and in BF16 one step is as near as its roundings let it be.
 
@@ -113,8 +113,7 @@ def roundings(plan: Plan) -> int:
     return total
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("row", QUICK, ids=named)
+@pytest.mark.parametrize("row", rest_is_slow(QUICK, 0, 3), ids=named)
 def test_two_steps_of_sgd_in_fp32_are_near_those_of_one_process(row):
     """They move the weights by about as much as they are, so that what is wrong with them shows."""
     task = replace(

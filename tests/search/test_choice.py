@@ -154,6 +154,7 @@ def test_kinds_are_added_that_none_of_the_plans_is_of():
         assert kinds_to_add([sharded, chunks], has_fsdp=has_fsdp) == []
 
 
+@pytest.mark.slow
 def test_a_plan_of_another_kind_stands_beside_plans_of_one_kind():
     request = ask("tiny-llama", ranks=4, pins="mbs=8", global_batch=64)
     answer = search(request, 3, simple_within=DOUBT)
@@ -224,7 +225,7 @@ def experts(imbalance: float, pins: str) -> SearchResult:
     return search(replace(asked, workload=replace(asked.workload, expert_imbalance=imbalance)), 1, simple_within=DOUBT)
 
 
-@pytest.mark.parametrize(("now", "other", "kind"), rest_is_slow([(0.5, "0", "with"), (0.0, "0.5", "without")]))
+@pytest.mark.parametrize(("now", "other", "kind"), rest_is_slow([(0.5, "0", "with"), (0.0, "0.5", "without")], 0, 2))
 def test_an_imbalance_of_experts_that_turns_the_choice_is_named(now: float, other: str, kind: str):
     asked = experts(now, "")
     assert (

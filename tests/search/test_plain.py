@@ -63,6 +63,7 @@ def test_what_is_pinned_is_kept_and_where_nothing_fits_there_is_no_plain_plan():
     assert plain_plan(ask("llama3-70b", "h100-80")) is None
 
 
+@pytest.mark.slow
 def test_pinned_tensors_leave_the_answer_to_the_search():
     pinned = replace(TINY, layouts=pins_of({"layer.up.weight": "[ffn/tp, hidden]"}, "--pin"), pins={"tp": 2, "pp": 1})
     assert plain_plan(pinned) is None

@@ -36,6 +36,7 @@ EVEN = ask(
 )  # else zb_v, of which not all is proven
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     rest_is_slow([*QUICK, *(name for name in QUESTIONS if name not in QUICK)], len(QUICK), 2),
@@ -97,7 +98,7 @@ LEAVES_OPEN = [
 ]
 
 
-@pytest.mark.parametrize("request_", rest_is_slow(LEAVES_OPEN))
+@pytest.mark.parametrize("request_", rest_is_slow(LEAVES_OPEN, 0))
 def test_a_search_that_leaves_points_open_says_by_how_much_the_best_may_be_faster(request_: Request):
     best = search(replace(request_, effort=EVERYTHING)).certificate
     num_open: list[int] = []
@@ -306,6 +307,7 @@ def test_two_terms_of_one_name_are_refused():
 SIZES = [ask("llama3-8b", "trn1.32xlarge", nodes, pins="tp=8,cp=1,mbs=1") for nodes in (1, 2)]
 
 
+@pytest.mark.slow
 def test_no_plan_betters_another_and_each_is_the_fastest_of_its_size_and_memory(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(module, "_STEP", 0.3)
     found = frontier(SIZES)
