@@ -35,7 +35,7 @@ def dry(parts: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> list[di
     return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
 
-@pytest.mark.parametrize("part", rest_is_slow(sorted(PARTS), 1, 0))
+@pytest.mark.parametrize("part", rest_is_slow(sorted(PARTS), 0))
 @pytest.mark.ranks
 def test_a_dry_run_of_each_part_ends_and_says_what_it_would_measure(
     part: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

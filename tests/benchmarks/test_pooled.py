@@ -116,6 +116,7 @@ def test_without_rows_that_say_otherwise_a_program_is_its_hardware(rows: Program
     assert max(numbers_of("h100-80", fastest)[name] for name in EFFICIENCIES) <= 0.97 and min(fastest.values()) >= 0
 
 
+@pytest.mark.slow
 def test_constants_that_are_taken_to_be_nothing_stay_so(few: ProgramRows):
     bare = replace(few, without=("layer_s", "shard_s"))
     assert len(bare.rows.prior.unknowns) == len(few.rows.prior.unknowns) - 2
@@ -136,6 +137,7 @@ def test_what_is_left_out_together_is_a_group_of_a_sweep_else_a_model_else_a_lay
     assert replace(rows, samples=tuple(other)).rows.left_out_by == "model"
 
 
+@pytest.mark.slow
 def test_a_row_is_left_out_of_the_fit_that_predicts_it(few: ProgramRows, monkeypatch: pytest.MonkeyPatch):
     seen: list[tuple[int, ...]] = []
 

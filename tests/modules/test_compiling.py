@@ -101,6 +101,7 @@ def num_compiled(layers: int) -> tuple[float, int]:
     return worst, len(given)
 
 
+@pytest.mark.slow
 def test_equal_layers_are_compiled_once():
     few, many = on_ranks(2, num_compiled, 3), on_ranks(2, num_compiled, 5)
     assert max(worst for worst, _ in (*few, *many)) < 1e-12

@@ -144,6 +144,7 @@ def test_two_steps_on_two_processes_are_those_of_one():
     assert max(max(on_ranks(2, cut, seed)) for seed in range(2)) < 1e-11
 
 
+@pytest.mark.slow
 def test_each_of_two_processes_runs_it_on_its_part():
     for lengths, error in on_ranks(2, trained):
         assert lengths == {2} and error < 1e-11

@@ -344,6 +344,7 @@ def off_by_one(kind: Any, sizes: Sequence[int], bounds: Sequence[tuple[int, int]
     return random_part(kind, sizes, [(start - bool(start), stop - bool(start)) for start, stop in bounds], *others)
 
 
+@pytest.mark.slow
 def test_a_rank_that_counts_places_wrongly_is_caught():
     replaced = [("autoshard.modules.rewriting.randomness", "random_part", off_by_one)]
     assert max(max(one.values()) for one in on_ranks(4, trained, "a=2,b=2", 1, ["dropout"], replaced=replaced)) > 1e-2

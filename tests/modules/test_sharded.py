@@ -145,7 +145,7 @@ def adapted(seed: int) -> float:
     return difference(plain, run_on(module, cut_at_random(found, random.Random(seed)), devices), [x])
 
 
-@pytest.mark.parametrize("seed", rest_is_slow(range(3)))
+@pytest.mark.parametrize("seed", rest_is_slow(range(3), 0))
 def test_frozen_weights_have_no_gradient_and_may_be_cut_in_several_ways(seed: int):
     assert max(on_ranks(4, adapted, seed)) < 1e-12
 

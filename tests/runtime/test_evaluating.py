@@ -146,6 +146,7 @@ def test_what_cannot_be_judged_is_refused(sets, tmp_path):
         Evaluating(sets={"a": -1.0})
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_a_recipe_is_judged_by_its_own_set_and_the_command_says_and_keeps_how(tmp_path, sets, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)

@@ -73,6 +73,7 @@ def test_slow_data_is_waited_for_and_said(
     assert ("step 5 has waited 1 s for its data; the run ends after 600 s" in found.notes) == (rank == 0)
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_data_that_never_comes_ends_the_run_with_its_state_saved(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path

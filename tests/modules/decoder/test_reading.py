@@ -156,6 +156,7 @@ def test_a_function_may_give_inputs_and_look_at_numbers():
     assert decoder_of("mine.py:with_inputs").num_layers == decoder_of("mine.py:looks_at_numbers", 32).num_layers == 2
 
 
+@pytest.mark.slow
 def test_a_module_at_hand_is_read_and_planned_and_stays_as_it_is():
     module: Any = FAMILIES["StableLM"]()
     module.config.use_cache = True

@@ -46,7 +46,7 @@ def test_any_other_plan_follows_the_same_curve(texts: Sequence[str], exact: dict
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("damage", rest_is_slow(["flip", "no index", "cut", "missing file", "cut index"]))
+@pytest.mark.parametrize("damage", rest_is_slow(["flip", "no index", "cut", "missing file", "cut index"], 0, 2))
 def test_a_damaged_checkpoint_is_passed_over(damage: str, exact: dict[int, float], tmp_path: Path) -> None:
     plan = plan_of("tp=1,pp=1,dp=2")
     trained(plan, tmp_path, 4, build=Double, every_steps=2)
@@ -68,6 +68,7 @@ def test_a_damaged_checkpoint_is_passed_over(damage: str, exact: dict[int, float
     np.testing.assert_allclose([found.curve[step] for step in (3, 4, 5)], wanted, rtol=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_a_run_goes_back_to_a_step_that_is_named_and_on_from_there(tmp_path: Path) -> None:
     """Steps beside those that are kept for good are removed, of the course that the run has left too."""
@@ -108,6 +109,7 @@ class Overflowing(Double):
         return super().step(micro_batches, learning_rate, allows)
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_numbers_that_are_not_finite_end_the_run_before_they_are_in_the_weights(tmp_path: Path) -> None:
     plan = plan_of("tp=1,pp=1,dp=2")

@@ -178,6 +178,7 @@ def test_what_fails_on_the_first_rank_alone_is_known_to_all(
         assert found.report.unsaved == "somewhere: no"
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_listing_the_state_copies_none_of_it(tmp_path: Path) -> None:
     """A step waits for the list, and a copy would be a second state for a moment."""
@@ -201,6 +202,7 @@ def test_listing_the_state_copies_none_of_it(tmp_path: Path) -> None:
         assert "saved step 1" in trained(plan, tmp_path / precision, 1, build=build).notes
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_a_save_that_is_due_while_another_runs_comes_after_it(
     curve: dict[int, float], monkeypatch: pytest.MonkeyPatch, tmp_path: Path

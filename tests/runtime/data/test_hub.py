@@ -84,6 +84,7 @@ REFUSALS = [
 ]
 
 
+@pytest.mark.slow
 def test_a_refused_set_or_tokenizer_is_one_message_with_the_remedy(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("text")
     with serving(Hub(files={DATA: LINES})) as hub, user(hub, tmp_path) as types:

@@ -214,6 +214,7 @@ def history(found: list[dict[str, Any]]) -> dict[int, Any]:
     return {one["history"]["item"]["_step"]: one["history"]["item"]["loss"] for one in found if "history" in one}
 
 
+@pytest.mark.slow
 def test_wandb_without_a_key_keeps_a_run_that_is_continued_under_one_id(tmp_path: Path) -> None:
     _, (found, later) = on_wandb(tmp_path, "1-12,11-20")
     (run,), (again,) = ([record["run"] for record in part if "run" in record] for part in (found, later))
