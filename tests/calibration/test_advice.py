@@ -53,6 +53,7 @@ def advice(plans: Sequence[Plan], rows: Sequence[Sample], budget: int = 3) -> Ad
 class TestAdvice:
     """On one node the plans themselves can be measured."""
 
+    @pytest.mark.slow
     def test_each_run_lowers_the_regret_further_and_all_fit_the_budget(self) -> None:
         _, plans = local()
         rows = [taking(plans[0], 1.1)]

@@ -56,6 +56,7 @@ def test_rows_of_other_constants_bring_predictions_closer(values: list[float], p
     assert known.is_fitted and after.mean() <= before.mean() + 0.01
 
 
+@pytest.mark.slow
 def test_constants_are_fitted_from_three_rows_of_two_layouts_on() -> None:
     seconds = seconds_under([1.0])
     assert not known_rows(rows_of(seconds, [0, 1])).is_fitted
@@ -67,6 +68,7 @@ def known(seconds: Sequence[float], places: Sequence[int]) -> KnownRows:
     return known_rows(rows_of(seconds, places), prior())
 
 
+@pytest.mark.slow
 def test_the_fastest_layout_is_that_of_the_same_question_by_the_median_of_its_rows() -> None:
     samples = rows_of([1.0, 3.0, 2.0, *[9.0] * 5], [0, 1, 2])
     again = [replace(sample, step_time_s=seconds) for sample in samples[:1] for seconds in (5.0, 6.0)]
