@@ -176,6 +176,7 @@ def test_what_does_not_fit_is_said_with_the_least_it_needs() -> None:
     assert not found.fits and found.kept_bytes > 1
 
 
+@pytest.mark.slow
 def test_the_more_memory_the_faster() -> None:
     problem = model_problems("llama3-8b", MESH, SEQUENCE, state_bytes_per_weight=18.0, cuts_rest=True)["layer"]
     most = solve(problem).kept_bytes

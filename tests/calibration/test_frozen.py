@@ -72,6 +72,7 @@ def test_left_out_rows_have_the_predictions_of_their_fit_and_intervals_around_th
     assert left_out(times, set()) == []
 
 
+@pytest.mark.slow
 def test_the_command_says_which_rows_compare_and_gives_figures_with_the_split_left_out(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):

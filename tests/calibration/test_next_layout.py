@@ -91,6 +91,7 @@ def test_the_next_layout_is_new_and_lowers_the_regret() -> None:
     assert next_layout(rows, runs()[5:], best) is None, "all are measured"
 
 
+@pytest.mark.slow
 def test_a_layout_that_can_only_lose_has_hardly_a_chance() -> None:
     fast = [second * (0.8 if place == 0 else 1.0) for place, second in enumerate(seconds_under([0.0]))]
     rows = known(fast, [0, 6, 7])
@@ -119,6 +120,7 @@ class TestRobustness:
         assert robust.mean == pytest.approx(plain.mean) and robust.covariance == pytest.approx(plain.covariance)
         assert robust.noise == pytest.approx(belief.noise), "of rows that are yet to come"
 
+    @pytest.mark.slow
     def test_a_row_in_minutes_does_not_decide_what_is_tried(self) -> None:
         seconds = list(seconds_under([0.0]))
         wrong = [*seconds[:5], seconds[5] * 60, *seconds[6:]]

@@ -62,6 +62,7 @@ def secrets_in(text: str) -> list[str]:
     return [secret for secret in hidden if secret in text]
 
 
+@pytest.mark.slow
 def test_nothing_private_comes_out_whatever_the_files_of_a_run_say(typed: Typed) -> None:
     row = run_folder(Path("runs/a"), planned())
     run_folder(Path("runs/b"), planned(layout="tp=1,mbs=8,pp=1,dp=4", model="acme-7b"))

@@ -218,6 +218,7 @@ def test_what_is_no_question_at_all_is_one_message(client: FlaskClient):
     assert client.get(f"/{TOKEN}/b/plan.json").status_code == 404
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_refused_with_the_reason_and_what_would_help(client: FlaskClient):
     events = asked(client, model="llama3-70b", cluster="trn1", fix="tp=8,mbs=1")
     first, last = (event for event in events if event["kind"] == "refused")
@@ -256,6 +257,7 @@ def group_is_gone(group: int) -> bool:
     return False
 
 
+@pytest.mark.slow
 def test_a_newer_question_of_a_pane_ends_the_search_of_the_older_one_and_of_no_other():
     with closing(Searches()) as searches:
         page = explorer_app(TOKEN, FIRST, searches).test_client()

@@ -65,6 +65,7 @@ def test_dollars_are_at_the_price_of_the_user(price: str, node_usd: float, typed
     assert dollars and dollars.price_usd_per_node_hour == node_usd and dollars.price_date is None
 
 
+@pytest.mark.slow
 def test_each_machine_has_its_own_price(typed: Typed) -> None:
     data = json.loads(typed(f"plan llama3-8b --cluster trn1,h100 --nodes 2 {FEW} --price 10,20 --json")[1])["machines"]
     assert {row["cluster"]: row["dollars"]["price_usd_per_node_hour"] for row in data} == {

@@ -136,6 +136,7 @@ class TestBetterHardware:
 
 
 class TestLessWork:
+    @pytest.mark.slow
     @FEWER
     @given(plans(), st.integers(1, 6))
     def test_fewer_layers_never_make_a_step_longer_nor_fuller(self, case, fewer):

@@ -72,6 +72,7 @@ def made() -> tuple[torch.nn.Module, tuple[Any, ...]]:
     return Marked().double(), (x, torch.tensor([1, 2, 0, 2]))
 
 
+@pytest.mark.slow
 def test_any_legal_cut_gives_the_result_and_every_gradient():
     module, inputs = made()
     captured, chosen = capture(module, inputs), random.Random(0)

@@ -239,6 +239,7 @@ def test_a_vendors_layout_answers_no_length_that_is_more_than_twice_another():
         assert isinstance(vendor_answer(replace(request, workload=work), fastest), Answer)
 
 
+@pytest.mark.slow
 def test_a_vendors_layout_that_does_not_fit_is_shown_and_not_written():
     request = replace(ask("llama3-70b", "trn1.32xlarge", 16), memory_bytes=2**30)
     fastest = plan_at(request, Candidate.parse("tp=32,pp=8", 512))

@@ -102,6 +102,7 @@ def test_it_is_chosen_for_a_gain_beyond_the_doubt_and_the_answer_says_so():
     assert f"nobody has measured {builder} on any platform" in remark and "more than 10% slower" in remark
 
 
+@pytest.mark.slow
 def test_where_1f1b_is_too_slow_a_schedule_that_was_measured_elsewhere_comes_before_one_that_nobody_measured():
     asked = question(12)
     answer = search(asked, 3, simple_within=DOUBT)
@@ -239,6 +240,7 @@ def test_an_imbalance_of_experts_that_turns_the_choice_is_named(now: float, othe
     assert float(seconds[3]) / 1000 > time_s(asked.plans[0])
 
 
+@pytest.mark.slow
 def test_what_is_pinned_or_the_same_for_all_is_no_hinge():
     assert not experts(0.5, ",ep=1").hinge and not experts(0.5, ",ep=2").hinge
     assert not search(ask("tiny-llama", ranks=4, pins="mbs=8", global_batch=64), 1, simple_within=DOUBT).hinge

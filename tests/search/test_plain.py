@@ -46,6 +46,7 @@ def test_of_a_frontier_that_is_stopped_nothing_is_promised():
     assert len(edge.plans) == 1 and edge.gap == 1.0 and edge.ended == "stopped after a moment"
 
 
+@pytest.mark.slow
 def test_a_plain_plan_is_at_most_twice_as_slow_as_the_best():
     best = search(TINY).plans[0]
     plain = plain_plan(TINY)

@@ -155,7 +155,7 @@ STOPPED = [
 ]
 
 
-@pytest.mark.parametrize("request_", rest_is_slow(STOPPED))
+@pytest.mark.parametrize("request_", rest_is_slow(STOPPED, 0, 2))
 def test_a_search_that_is_stopped_anywhere_says_what_is_true(request_: Request):
     whole, calls, first = search(request_).certificate, 0, 0
     assert whole.stopped == ""

@@ -217,6 +217,7 @@ def capped(_: nn.Module, query: Any, key: Any, value: Any, *__: Any, **___: Any)
     return (scores.softmax(-1) @ value).transpose(1, 2), None
 
 
+@pytest.mark.slow
 def test_code_that_does_more_than_its_config_says_is_planned_by_its_operations():
     import transformers
 

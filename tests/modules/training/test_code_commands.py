@@ -133,6 +133,7 @@ def test_an_edited_line_of_the_code_is_refused_with_the_line_that_would_be_right
     assert code == 2 and f"code.strategies.layer.{name}" in err
 
 
+@pytest.mark.slow
 def test_a_plan_that_does_not_say_where_its_code_is_is_not_run(typed: Typed):
     assert typed(f"plan --module mine.py:gpt {ASKED} --fix dp=2")[0] == 0
     path = Path("plan.json")

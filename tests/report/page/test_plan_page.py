@@ -185,6 +185,7 @@ def test_a_short_drawing_shows_every_action_outside_its_cut_in_its_place(name: s
     assert "The hatched part stands for" in drawn.whole_text
 
 
+@pytest.mark.slow
 def test_the_head_says_one_sentence_and_a_run_comes_first():
     plan = plan_named("dense")
     assert plan.prediction

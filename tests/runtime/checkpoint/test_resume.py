@@ -122,6 +122,7 @@ def test_numbers_that_are_not_finite_end_the_run_before_they_are_in_the_weights(
     assert again.started.step == 2 and np.isfinite(list(again.curve.values())).all()
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_or_their_step_is_skipped_while_some_may_be(tmp_path: Path) -> None:
     plan = plan_of("tp=1,pp=1,dp=2")
