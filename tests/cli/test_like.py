@@ -47,6 +47,7 @@ def test_nodes_that_divide_badly_stay_spare(old: Path, typed: Typed):
     assert "odd number of nodes" not in out
 
 
+@pytest.mark.slow
 def test_how_to_go_on_with_a_run_is_said(old: Path, typed: Typed):
     Path("my run").mkdir()
     Path("my run", "plan.json").write_bytes(old.read_bytes())

@@ -111,6 +111,7 @@ def test_a_sweep_that_is_nowhere_is_said(typed: Typed) -> None:
     assert typed("sweep none.yaml")[2] == "autoshard: none.yaml: there is no such file\n"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="lists the children of a process as Linux does")
 def test_an_interrupt_while_workers_start_is_one_line() -> None:
     sweep_of()

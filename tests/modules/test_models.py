@@ -100,7 +100,7 @@ def difference(plain: nn.Module, module: nn.Module, inputs: Mapping[str, Any]) -
     return worst
 
 
-@pytest.mark.parametrize("names", rest_is_slow([(_SHORT[1:],), (tuple(MODELS),)], 0, 1))
+@pytest.mark.parametrize("names", rest_is_slow([(("Mixtral",),), (tuple(MODELS),)], 0, 1))
 def test_two_steps_on_four_processes_are_those_of_one(names: Sequence[str]):
     for found in on_ranks(4, differences, names, timeout_s=800):
         wrong = {name: one for name, one in found.items() if one > (1e-11 if name in _DOUBLE else 1e-6)}

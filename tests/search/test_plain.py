@@ -53,6 +53,7 @@ def test_a_plain_plan_is_at_most_twice_as_slow_as_the_best():
     assert plain and time_s(best) <= time_s(plain) <= 2 * time_s(best)
 
 
+@pytest.mark.slow
 def test_a_search_that_ends_in_time_does_not_show_the_plain_plan():
     limited = replace(TINY, effort=replace(TINY.effort, at_once=True))
     assert search(limited).plans == search(TINY).plans

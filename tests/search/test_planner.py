@@ -75,8 +75,8 @@ SHORT = ask("llama3-8b", "trn1.32xlarge", pins="cp=1", global_batch=256)
             (replace(EVEN, workload=replace(EVEN.workload, expert_imbalance=0.0), memory_bytes=2.27e9), 1e-9),
             (replace(SHORT, model=replace(load_model("llama3-8b"), num_layers=12), memory_bytes=8e9), 3e-4),
         ],
-        1,
-        2,
+        0,
+        3,
     ),
     ids=["tiny-llama", "little memory", "stages that recompute"],
 )
@@ -184,7 +184,9 @@ def test_a_search_that_is_stopped_anywhere_says_what_is_true(request_: Request):
         [
             ask("tiny-llama", global_batch=1, pins="tp=1,dp=1"),
             ask("llama2-7b", "a100-80", pins="tp=1,pp=1", seq_len=32768),
-        ]
+        ],
+        0,
+        2,
     ),
     ids=["local", "GPUs"],
 )

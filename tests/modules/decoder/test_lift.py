@@ -61,6 +61,7 @@ def test_experts_are_found_however_they_are_computed(name: str):
     assert (found.num_experts, found.experts_per_token, found.widths[0]) == (4, 2, 16 if "Qwen" in name else 88)
 
 
+@pytest.mark.slow
 def test_a_shared_expert_is_as_wide_as_it_is():
     assert known("Qwen2-MoE, with a shared expert").widths == (16, 32)
 
@@ -114,6 +115,7 @@ def test_the_table_of_the_documentation_is_what_is_found(section_of_any_module: 
     section_of_any_module("decoders", rows)
 
 
+@pytest.mark.slow
 def test_a_window_that_all_layers_have_is_theirs():
     model = known("Gemma 3")
     attends = [op.kind for op in graph_of(model).block("layer").select("micro_batch", "F") if op.name == "attend"]

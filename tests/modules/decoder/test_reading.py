@@ -142,6 +142,7 @@ def test_code_that_changes_after_it_was_planned_is_told(typed: Shown):
     assert code == 1 and "the code of mine.py:own has changed: num_layers was 2 and is 3. Plan again" in words
 
 
+@pytest.mark.slow
 def test_an_edited_line_of_a_model_shows(typed: Shown):
     typed("plan --module mine.py:own --cluster local --ranks 2 --seq-len 32 --fix tp=2 --out plan.json")
     text = Path("plan.json").read_text()

@@ -86,6 +86,7 @@ def test_a_run_goes_back_to_a_step_that_is_named_and_on_from_there(tmp_path: Pat
     assert sorted(one.name for one in folder.iterdir()) == [f"step-{step:08}" for step in (kept, kept + 1)]
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_other_models_and_places_without_a_whole_checkpoint_are_refused(tmp_path: Path) -> None:
     plan = plan_of("tp=1,pp=1,dp=1")

@@ -31,6 +31,7 @@ from autoshard.runtime.checkpoint.storage import Storage, StorageError
 from autoshard.runtime.machine import builder
 from tests.runtime.cases import wait_until
 from tests.runtime.training_cases import Trained, before_steps, plan_of, trained
+from tests.slower import rest_is_slow
 
 PLAN = "tp=1,pp=1,dp=2"
 STEPS = 6
@@ -136,6 +137,7 @@ def test_updates_do_not_wait_for_a_place_that_hangs_longer_than_their_patience(
     assert "saved step 6" in found.notes
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_a_file_that_failed_after_the_state_moved_on_is_not_written_again(
     curve: dict[int, float], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -160,7 +162,7 @@ def test_a_file_that_failed_after_the_state_moved_on_is_not_written_again(
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("name", ["publish", "prune"])
+@pytest.mark.parametrize("name", rest_is_slow(["publish", "prune"]))
 def test_what_fails_on_the_first_rank_alone_is_known_to_all(
     name: str, curve: dict[int, float], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -61,6 +61,7 @@ def refusal(types: Types, *words: str, **settings: str) -> str:
     return said
 
 
+@pytest.mark.slow
 def test_a_set_and_a_tokenizer_of_a_hub_are_downloaded(tmp_path: Path) -> None:
     files = {f"me/tok/{path.name}": path.read_bytes() for path in write_tokenizer(tmp_path / "tokenizer").iterdir()}
     with serving(Hub(files=files | {DATA: LINES})) as hub, user(hub, tmp_path) as types:
