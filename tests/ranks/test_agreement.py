@@ -53,7 +53,7 @@ def steps_that_agree(task: Task, mode: EngineMode) -> int:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("mode", "case"), COMBINED)
+@pytest.mark.parametrize(("mode", "case"), COMBINED, ids=lambda one: one if isinstance(one, str) else one[0])
 def test_what_ranks_compare_is_what_they_begin(mode: EngineMode, case: tuple[str, ModelSpec]) -> None:
     text, model = case
     plan = plan_of(text, model)

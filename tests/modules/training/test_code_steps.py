@@ -33,7 +33,7 @@ LAYOUTS = [
 COMBINED = [*covering(NAMES, LAYOUTS[:4]), *rest_is_slow(product(NAMES, LAYOUTS[4:]), 0, 0)]
 
 
-@pytest.mark.parametrize(("name", "layout"), COMBINED)
+@pytest.mark.parametrize(("name", "layout"), COMBINED, ids=lambda one: one if isinstance(one, str) else one[0])
 def test_steps_are_those_of_the_plain_module(name: str, layout: tuple[str, int]):
     text, num_ranks = layout
     for found in on_ranks(num_ranks, compared, OWN[name], text, timeout_s=300.0):
