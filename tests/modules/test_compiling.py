@@ -68,7 +68,7 @@ _COMPILED = (
 
 
 @compiler
-@pytest.mark.parametrize("name", rest_is_slow(_COMPILED, 0, 2))
+@pytest.mark.parametrize("name", rest_is_slow(_COMPILED, 0))
 def test_compiled_modules_compute_what_the_plain_module_does(name: str):
     hold([name], "compiled")
 

@@ -86,8 +86,8 @@ def in_both_modes(task: Task) -> list[StepShare]:
     return generated
 
 
-# Every fourth layout with a route; of the others each is left to `make thorough` with both routes.
-FEW = [*LAYOUTS][::4]
+# Every sixth layout with a route; of the others each is left to `make thorough` with both routes.
+FEW = [*LAYOUTS][::6]
 CASES = [*covering(FEW, ROUTES), *rest_is_slow(product((case for case in LAYOUTS if case not in FEW), ROUTES), 0, 0)]
 
 

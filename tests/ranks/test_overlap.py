@@ -33,7 +33,6 @@ def in_small_buckets(plan: Plan) -> Plan:
             ("tp=2,pp=1,cp=2,dp=1", llama(num_layers=4)),
         ],
         fast=0,
-        slow=2,
     ),
 )
 def test_gradients_that_are_reduced_in_buckets_are_those_of_one_process_in_two_steps(text, model):

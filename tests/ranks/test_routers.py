@@ -53,7 +53,7 @@ def plan_with(text: str, pins: Mapping[str, str] = NOTHING, **changes: Any) -> P
     return plan_of(text, llama(qk_norm=True, num_layers=layers, **MIXTRAL), pins, **{"global_batch": 8, **changes})
 
 
-@pytest.mark.parametrize("case", rest_is_slow(LAYOUTS, 0, 2))
+@pytest.mark.parametrize("case", rest_is_slow(LAYOUTS, 0))
 def test_gradients_and_losses_of_every_layout_are_those_of_one_process(case: str) -> None:
     """And both modes agree to the last bit, and as many bytes are kept and sent as were predicted."""
     text, pins, losses = LAYOUTS[case]

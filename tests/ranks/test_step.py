@@ -65,7 +65,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(("text", "model"), rest_is_slow(CASES.values(), 0, 3))
+@pytest.mark.parametrize(("text", "model"), rest_is_slow(CASES.values(), 0, 2))
 def test_a_step_on_ranks_is_that_of_one_process_and_holds_and_sends_what_was_promised(text, model):
     hold(Task.of(plan_of(text, model)))
 

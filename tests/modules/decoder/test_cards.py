@@ -44,7 +44,7 @@ def of_card(name: str, device: str = "meta", **changes: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    "name", rest_is_slow([*OF_EACH_KIND, *(name for name in model_names() if name not in OF_EACH_KIND)], 2, 7)
+    "name", rest_is_slow([*OF_EACH_KIND, *(name for name in model_names() if name not in OF_EACH_KIND)], 2, 4)
 )
 def test_each_card_is_found_in_the_code_of_transformers(name: str):
     model, card = read_decoder(of_card(name), name=name, source="its code"), load_model(name)

@@ -99,8 +99,9 @@ def typed(capsys: pytest.CaptureFixture[str]) -> Shown:
     return run
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "card"), [("of_a_card", "tiny-llama"), ("of_gpt_oss", "tiny-gpt-oss")])
+@pytest.mark.parametrize(
+    ("name", "card"), rest_is_slow([("of_a_card", "tiny-llama"), ("of_gpt_oss", "tiny-gpt-oss")], 0)
+)
 def test_code_that_a_card_says_is_planned_as_the_card_is(name: str, card: str, typed: Shown):
     sizes = "--cluster local --ranks 4 --seq-len 64 --json --fix pp=1,mbs=1"
     code, of_code, _ = typed(f"plan --module mine.py:{name} {sizes} --out code.json")

@@ -25,7 +25,7 @@ def exact(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("text", rest_is_slow(SAME, 0, 2))
+@pytest.mark.parametrize("text", rest_is_slow(SAME, 0))
 def test_the_second_resume_is_as_exact_as_the_first(text: str, tmp_path: Path) -> None:
     plan = plan_of(text)
     whole = trained(plan, tmp_path / "whole", 5)
