@@ -261,7 +261,8 @@ def test_wandb_of_a_run_that_was_killed_early_gets_its_steps_after_the_next_star
 def test_wandb_knows_the_setting_that_keeps_the_last_seconds_of_a_killed_run() -> None:
     import wandb
 
-    settings = wandb.Settings(**{_FLUSH: _FLUSH_S})
+    options: dict[str, Any] = {_FLUSH: _FLUSH_S}
+    settings = wandb.Settings(**options)
     assert getattr(settings, _FLUSH) == _FLUSH_S < 15  # its default
 
 
