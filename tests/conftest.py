@@ -17,6 +17,7 @@ from autoshard.spec import cluster_catalogue
 
 Typed = Callable[[str], tuple[int, str, str]]
 GOLDEN = Path(__file__).parent / "golden"
+SLOW_PAGES = (Path(__file__).parent / "guide" / "own_parts.md",)
 
 # No deadlines: a test never judges time. `make test-all` and `make coverage` ask for the profile `more`.
 settings.register_profile(
@@ -89,6 +90,14 @@ def save_time() -> None:
     sys.dont_write_bytecode = False
     gc.set_threshold(20_000, 20, 20)
     os.environ["OMP_NUM_THREADS"] = "1"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
+    """Mark as slow what is written where no mark can stand."""
+    for item in items:
+        if item.path in SLOW_PAGES:
+            item.add_marker(pytest.mark.slow)
 
 
 def pytest_collection_finish() -> None:

@@ -1,6 +1,7 @@
 """Parameters of a test of which `make test` tries a few, `make test-all` some more, and `make thorough` the rest."""
 
 from collections.abc import Iterable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -34,3 +35,20 @@ def each_third_is_fast(values: Iterable[Any]) -> list[Any]:
     fast = cases[::3]
     rest = [value for number, value in enumerate(cases) if number % 3]
     return rest_is_slow([*fast, *rest], len(fast), len(rest))
+
+
+def covering(*lists: Iterable[Any], fast: int = 0) -> list[Any]:
+    """Return all combinations of several lists of parameters; slow are so few that each parameter is in one of them.
+
+    The first of these are fast, if so many are asked for; all other combinations are thorough.
+
+    >>> cases = covering("ab", [1, 2, 3], fast=1)
+    >>> [(*case.values, *(mark.name for mark in case.marks)) for case in cases[:4]]
+    [('a', 1), ('b', 2, 'slow'), ('a', 3, 'slow'), ('a', 2, 'slow', 'thorough')]
+    """
+    values = [[*one] for one in lists]
+    count = max(map(len, values))
+    covered = [tuple(one[number % len(one)] for one in values) for number in range(count)]
+    rest = [case for case in product(*values) if case not in covered]
+    marks = [[]] * fast + [[pytest.mark.slow]] * (count - fast) + [[pytest.mark.slow, pytest.mark.thorough]] * len(rest)
+    return [pytest.param(*case, marks=of_case) for case, of_case in zip([*covered, *rest], marks, strict=True)]

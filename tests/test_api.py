@@ -36,6 +36,7 @@ def test_the_package_of_the_same_name_still_works():
     assert autoshard.plan.__name__ == "autoshard.plan"
 
 
+@pytest.mark.slow
 def test_parts_may_be_values_paths_or_names():
     model, cluster = load_model("tiny-llama"), load_cluster("local")
     workload, _ = default_workload(model, cluster)

@@ -86,6 +86,7 @@ def test_the_pages_are_what_the_command_writes() -> None:
         assert text == page_text(text, columns, found, calibrations), f"{page}: run {COMMAND}"
 
 
+@pytest.mark.slow
 def test_tables_go_between_their_markers_and_the_pages_have_these_lines(tmp_path: Path) -> None:
     found, calibrations = pages_of(TRAINIUM), calibration_table(DATA)
     page = tmp_path / "page.md"

@@ -38,6 +38,7 @@ def test_the_adversary_prices_a_candidate_as_the_command_line_does() -> None:
     assert adversary.time_s(replace(candidate, tp=5)) == float("inf")  # no shape
 
 
+@pytest.mark.slow
 def test_a_search_of_near_even_splits_that_promises_the_best_of_all_is_refuted(monkeypatch: pytest.MonkeyPatch) -> None:
     def of_few_splits(request: Request) -> SearchResult:
         splits = near_even_splits(request.model.num_layers, request.pins["pp"] * request.pins["vp"])

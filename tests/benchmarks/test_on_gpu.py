@@ -35,7 +35,7 @@ def dry(parts: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> list[di
     return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
 
-@pytest.mark.parametrize("part", rest_is_slow(sorted(PARTS), 1, 0))
+@pytest.mark.parametrize("part", rest_is_slow(sorted(PARTS), 0))
 @pytest.mark.ranks
 def test_a_dry_run_of_each_part_ends_and_says_what_it_would_measure(
     part: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -171,6 +171,7 @@ def test_a_subject_that_finds_no_memory_leaves_the_others(monkeypatch: pytest.Mo
     assert found["fast"].value > 0 and found["fast_compiled"].extras["kernels_per_layer"]
 
 
+@pytest.mark.slow
 def test_a_parked_subject_has_no_memory_and_steps_when_it_is_there_again() -> None:
     device = device_of(DRY)
     with world_of_one(device):
@@ -217,6 +218,7 @@ def test_differences_cover_all_that_is_predicted_and_products_are_marked_alone()
     assert all(found[f"{kind}, {one}"].measured_s > 0 for kind in ("embed", "head") for one in "FB")
 
 
+@pytest.mark.slow
 def test_rows_of_a_gpu_are_read_as_the_runs_that_they_are(tmp_path: Path) -> None:
     real = replace(device_of(DRY), dry=False, folder=tmp_path)
     plans = [one.plan(real) for one in (*rows.ALONE[::2], *rows.together(4)[::2])]

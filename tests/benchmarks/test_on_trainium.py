@@ -225,6 +225,7 @@ def test_rows_of_a_machine_outside_the_catalogue_lie_beside_its_file(
     assert len(json.loads(capsys.readouterr().out.rpartition("\n{\n")[0])["rows"]) == 3
 
 
+@pytest.mark.slow
 def test_layouts_are_held_against_one_process_of_the_same_question(tmp_path: Path, torchrun: Torchrun) -> None:
     machine = played(tmp_path, "trn1.2xlarge", dry=False)
     found = list(layouts.run(machine))

@@ -38,6 +38,7 @@ def test_there_are_25_setups_of_many_sizes_on_each_kind_of_machine():
     assert {one.nodes for one in SETUPS} >= {1, 512} and max(one.seq_len or 0 for one in SETUPS) == 2**20
 
 
+@pytest.mark.slow
 def test_lines_of_the_page_are_what_is_planned():
     table = table_in(PAGE.read_text(encoding="utf-8"), NAME)
     lines = [text.rpartition(" | ")[0] for text in table.splitlines()]  # without the time of the search

@@ -52,6 +52,7 @@ def test_a_batch_that_is_off_is_found() -> None:
     assert estimate_batch.furthest(question, space, cutting, wrong, 4) == pytest.approx(1e-6, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_a_machine_may_be_faster_than_declared() -> None:
     cases = [local_prediction.SEEN[number] for number in (1, 5, 10)]
     plans = {local_prediction.name_of(case): case[1].plan(case[0]) for case in cases}

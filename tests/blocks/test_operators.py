@@ -86,6 +86,7 @@ def test_an_addition_shares_a_change_at_most(seed: int, boundary: Cuts, branches
     assert assess(problem, lowered(problem, found.cuts)) <= found.cost_s * (1 + 1e-9)
 
 
+@pytest.mark.slow
 @settings(max_examples=max(3, settings().max_examples // 3))
 @given(seed=SEEDS, size=st.integers(2, 4), gathered=st.booleans(), share=st.floats(0, 1), branched=st.booleans())
 def test_no_cut_of_a_small_block_is_cheaper(seed: int, size: int, gathered: bool, share: float, branched: bool):
@@ -175,6 +176,7 @@ def test_what_does_not_fit_is_said_with_the_least_it_needs() -> None:
     assert not found.fits and found.kept_bytes > 1
 
 
+@pytest.mark.slow
 def test_the_more_memory_the_faster() -> None:
     problem = model_problems("llama3-8b", MESH, SEQUENCE, state_bytes_per_weight=18.0, cuts_rest=True)["layer"]
     most = solve(problem).kept_bytes

@@ -64,6 +64,7 @@ def test_pins_go_before_what_the_axes_are_for_and_sums_stay_pending(name, layout
     assert prove(plan).holds
 
 
+@pytest.mark.slow
 def test_a_candidate_or_an_engine_that_cannot_keep_a_pin_is_no_answer_and_no_end():
     # Pins do not go before what an engine can run.
     layouts = {"q": "[batch/dp, seq/tp, kv_heads, q_group, head_dim]"}

@@ -28,6 +28,7 @@ from tests.slower import rest_is_slow
 from tests.tabled import tabled
 
 
+@pytest.mark.slow
 def test_less_memory_costs_time_and_lets_weights_rest_in_pieces():
     free = autoshard.shard_block("tiny-llama", "local", "dp=2,tp=2")
     some, little = (

@@ -53,6 +53,7 @@ def advice(plans: Sequence[Plan], rows: Sequence[Sample], budget: int = 3) -> Ad
 class TestAdvice:
     """On one node the plans themselves can be measured."""
 
+    @pytest.mark.slow
     def test_each_run_lowers_the_regret_further_and_all_fit_the_budget(self) -> None:
         _, plans = local()
         rows = [taking(plans[0], 1.1)]
@@ -121,6 +122,7 @@ class TestAdvice:
         found = advice(plans[:1], [taking(plans[0], 1.0)])
         assert (found.regret, found.proposals) == (0.0, ())
 
+    @pytest.mark.slow
     def test_dollars_are_those_of_the_share_of_the_step(self) -> None:
         request, plans = on_nodes()
         found = advised(plans, [], [], request.constants, 1)
@@ -162,6 +164,7 @@ class TestProposedRuns:
             kinds = {one.kind for one in large.recompute}
             assert {one.kind for one in layout.recompute} <= kinds
 
+    @pytest.mark.slow
     def test_a_plan_on_its_own_nodes_is_the_plan_with_fewer_micro_batches(self) -> None:
         request, plans = on_nodes(1)
         runs = proposed_runs(request, plans, 1)

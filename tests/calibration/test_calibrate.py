@@ -87,6 +87,7 @@ def test_one_slowness_of_all_rates_and_tasks_are_found_again(slower: float, task
         assert getattr(found, name) == pytest.approx(slower, rel=0.1), name
 
 
+@pytest.mark.slow
 def test_a_single_rate_of_compiled_graphs_follows_the_others_where_rows_do_not_say_otherwise(
     published: Sequence[Sample],
 ):
@@ -97,6 +98,7 @@ def test_a_single_rate_of_compiled_graphs_follows_the_others_where_rows_do_not_s
     assert max(rates) / min(rates) < 1.05 and np.mean(rates) == pytest.approx(0.5, rel=0.1)
 
 
+@pytest.mark.slow
 def test_on_processors_products_attention_copies_and_starts_are_told_apart(tmp_path: Path):
     """Steps of small plans on ``local``, of unlike width and length; messages cost what other copies in memory do."""
     shapes = [(128, 64), (128, 4096), (512, 128), (2048, 256), (1024, 1024)]
@@ -153,6 +155,7 @@ def test_a_file_of_constants_is_read_as_it_was_fitted_and_has_every_row(tmp_path
     assert load_calibration(tmp_path / "mine.json") == found
 
 
+@pytest.mark.slow
 def test_rows_of_a_gpu_move_what_is_known_of_the_program_on_it_a_little(tmp_path: Path):
     known = built_in("h100-80", "te", "Megatron-LM + TransformerEngine")
     samples = samples_in(written(tmp_path, *OWN), "h100-80").samples

@@ -13,6 +13,7 @@ from autoshard.calibration.rows import measured_rows
 from autoshard.calibration.validate import validated
 from autoshard.cli import main
 from tests.calibration.measured_cases import DATA, TRAINIUM
+from tests.slower import rest_is_slow
 
 SWEEP = DATA / "sweeps" / "internevo_a100.jsonl"
 
@@ -54,7 +55,7 @@ def test_rows_without_a_file_of_splits_have_none(tmp_path: Path):
     assert splits_beside(Path(shutil.copy(SWEEP, tmp_path))) is None
 
 
-@pytest.mark.parametrize("path", [SWEEP, TRAINIUM])  # the second: one layout under several releases
+@pytest.mark.parametrize("path", rest_is_slow([SWEEP, TRAINIUM]))  # the second: one layout under several releases
 def test_left_out_rows_have_the_predictions_of_their_fit_and_intervals_around_them(path: Path):
     times = validated(path).times
     found = left_out(times, {path.stem})
@@ -71,6 +72,7 @@ def test_left_out_rows_have_the_predictions_of_their_fit_and_intervals_around_th
     assert left_out(times, set()) == []
 
 
+@pytest.mark.slow
 def test_the_command_says_which_rows_compare_and_gives_figures_with_the_split_left_out(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):

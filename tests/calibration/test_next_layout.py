@@ -56,6 +56,7 @@ def test_rows_of_other_constants_bring_predictions_closer(values: list[float], p
     assert known.is_fitted and after.mean() <= before.mean() + 0.01
 
 
+@pytest.mark.slow
 def test_constants_are_fitted_from_three_rows_of_two_layouts_on() -> None:
     seconds = seconds_under([1.0])
     assert not known_rows(rows_of(seconds, [0, 1])).is_fitted
@@ -67,6 +68,7 @@ def known(seconds: Sequence[float], places: Sequence[int]) -> KnownRows:
     return known_rows(rows_of(seconds, places), prior())
 
 
+@pytest.mark.slow
 def test_the_fastest_layout_is_that_of_the_same_question_by_the_median_of_its_rows() -> None:
     samples = rows_of([1.0, 3.0, 2.0, *[9.0] * 5], [0, 1, 2])
     again = [replace(sample, step_time_s=seconds) for sample in samples[:1] for seconds in (5.0, 6.0)]
@@ -89,6 +91,7 @@ def test_the_next_layout_is_new_and_lowers_the_regret() -> None:
     assert next_layout(rows, runs()[5:], best) is None, "all are measured"
 
 
+@pytest.mark.slow
 def test_a_layout_that_can_only_lose_has_hardly_a_chance() -> None:
     fast = [second * (0.8 if place == 0 else 1.0) for place, second in enumerate(seconds_under([0.0]))]
     rows = known(fast, [0, 6, 7])
@@ -117,6 +120,7 @@ class TestRobustness:
         assert robust.mean == pytest.approx(plain.mean) and robust.covariance == pytest.approx(plain.covariance)
         assert robust.noise == pytest.approx(belief.noise), "of rows that are yet to come"
 
+    @pytest.mark.slow
     def test_a_row_in_minutes_does_not_decide_what_is_tried(self) -> None:
         seconds = list(seconds_under([0.0]))
         wrong = [*seconds[:5], seconds[5] * 60, *seconds[6:]]

@@ -155,6 +155,7 @@ def test_a_layout_fits_where_only_what_an_allocator_could_give_back_is_too_much(
     assert found.fits and found.predicted_peak_memory_gib > 80, "an A100 has 79.2 GiB"
 
 
+@pytest.mark.slow
 def test_unusual_rows_are_predicted_and_what_decides_the_layout_changes_that(tmp_path: Path):
     changes: list[dict[str, Any]] = [
         {}, {"recompute": "full"}, {"sharding": "ZeRO-3"}, {"precision": "fp32"}, {"micro_batch": 2},

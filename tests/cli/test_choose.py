@@ -66,6 +66,7 @@ def test_what_cannot_be_chosen_is_one_message(
     assert not Path("plan.json").exists()
 
 
+@pytest.mark.slow
 def test_a_plan_that_nobody_edited_is_replaced_and_the_last_line_says_which(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

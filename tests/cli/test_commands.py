@@ -101,7 +101,7 @@ REFUSED = [  # answers with exit code 1: on stdout what was asked about a candid
 ]
 
 
-@pytest.mark.parametrize(("line", "words"), rest_is_slow([*FINE, *LONG], len(FINE)))
+@pytest.mark.parametrize(("line", "words"), rest_is_slow([*FINE, *LONG], len(FINE) // 2, len(FINE)))
 def test_it_answers(line: str, words: str, typed: Typed):
     code, out, err = typed(line)
     assert (code, err) == (0, "") and words in out
@@ -221,6 +221,7 @@ def test_a_model_and_a_cluster_may_be_files_with_any_name(typed: Typed):
     assert "--cluster broken.yaml: nme: unknown key. Did you mean name?" in err
 
 
+@pytest.mark.slow
 def test_explain_shows_every_block_and_writes_the_predicted_step_as_a_trace(typed: Typed):
     assert typed(f"{LOCAL} --at tp=2,pp=2,schedule=1f1b,recompute=full")[0] == 0
     Path("run").mkdir()

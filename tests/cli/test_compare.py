@@ -31,6 +31,7 @@ def edit(change: Callable[[dict[str, Any]], object]) -> None:
     Path("b.json").write_text(json.dumps(data))
 
 
+@pytest.mark.slow
 def test_two_plans_are_compared_and_slower_than_allowed_fails(typed: Typed):
     code, out, err = typed("compare a.json b.json")
     assert (code, err) == (0, "") and max(map(len, out.splitlines())) <= 120

@@ -62,6 +62,7 @@ def secrets_in(text: str) -> list[str]:
     return [secret for secret in hidden if secret in text]
 
 
+@pytest.mark.slow
 def test_nothing_private_comes_out_whatever_the_files_of_a_run_say(typed: Typed) -> None:
     row = run_folder(Path("runs/a"), planned())
     run_folder(Path("runs/b"), planned(layout="tp=1,mbs=8,pp=1,dp=4", model="acme-7b"))
@@ -77,6 +78,7 @@ def test_nothing_private_comes_out_whatever_the_files_of_a_run_say(typed: Typed)
     assert all(word in out for word in ("2 measured rows", "tp=2,pp=1,dp=2,mbs=8: 500", "attach it to an issue"))
 
 
+@pytest.mark.slow
 def test_what_comes_out_is_read_as_the_same_run(typed: Typed) -> None:
     for number, layout in enumerate(("tp=2,mbs=8", "tp=1,mbs=8,pp=1,dp=4", "tp=2,mbs=4")):
         run_folder(Path(f"runs/{number}"), planned(layout), step_time_s=0.5 + number / 10)

@@ -27,6 +27,7 @@ from autoshard.commands.exploring.serving import explorer_app
 from autoshard.commands.plan import plan
 from autoshard.spec.recipe import QuestionOptions
 from tests.conftest import Typed
+from tests.slower import rest_is_slow
 
 TOKEN = "a-token"
 ROOT = Path(__file__).parents[2]
@@ -142,11 +143,14 @@ def is_command_s(client: FlaskClient, typed: Typed, texts: dict[str, str]) -> bo
 
 @pytest.mark.parametrize(
     "texts",
-    [
-        {"fix": "tp=2"},
-        {"model": "tiny-gpt", "fix": "pp=1", "seq_len": "128", "more": "--headroom 0.2"},
-        {"fix": "tp=3", "nodes": "2"},
-    ],
+    rest_is_slow(
+        [
+            {"fix": "tp=3", "nodes": "2"},
+            {"fix": "tp=2"},
+            {"model": "tiny-gpt", "fix": "pp=1", "seq_len": "128", "more": "--headroom 0.2"},
+        ],
+        slow=2,
+    ),
 )
 def test_an_answer_is_that_of_the_command_that_stands_above_it(
     client: FlaskClient, typed: Typed, texts: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -156,7 +160,7 @@ def test_an_answer_is_that_of_the_command_that_stands_above_it(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("changes", "seed"), [(16, 2), pytest.param(50, 44, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize(("changes", "seed"), [(6, 2), pytest.param(50, 44, marks=pytest.mark.thorough)])
 def test_after_each_of_many_random_changes_the_answer_is_that_of_the_command(
     changes: int, seed: int, client: FlaskClient, typed: Typed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -214,6 +218,7 @@ def test_what_is_no_question_at_all_is_one_message(client: FlaskClient):
     assert client.get(f"/{TOKEN}/b/plan.json").status_code == 404
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_refused_with_the_reason_and_what_would_help(client: FlaskClient):
     events = asked(client, model="llama3-70b", cluster="trn1", fix="tp=8,mbs=1")
     first, last = (event for event in events if event["kind"] == "refused")
@@ -222,6 +227,7 @@ def test_what_does_not_fit_is_refused_with_the_reason_and_what_would_help(client
     assert any(line.startswith("  try ") for line in last["lines"])
 
 
+@pytest.mark.slow
 def test_an_answer_has_its_figures_its_drawings_and_its_sources(client: FlaskClient):
     final = asked(client, model="llama3-8b", cluster="trn1", fix="tp=8,mbs=1,cp=1,pp=4", tokens="1T")[-1]
     assert final["kind"] == "answer" and final["final"]
@@ -230,6 +236,7 @@ def test_an_answer_has_its_figures_its_drawings_and_its_sources(client: FlaskCli
     assert "all tokens: " in final["html"] and 'class="timeline"' in final["html"]
 
 
+@pytest.mark.slow
 def test_two_answers_are_compared_and_each_has_its_page(client: FlaskClient):
     assert asked(client, "a", fix="pp=1")[-1]["kind"] == "answer"
     assert asked(client, "b", fix="pp=2")[-1]["kind"] == "answer"
@@ -250,6 +257,7 @@ def group_is_gone(group: int) -> bool:
     return False
 
 
+@pytest.mark.slow
 def test_a_newer_question_of_a_pane_ends_the_search_of_the_older_one_and_of_no_other():
     with closing(Searches()) as searches:
         page = explorer_app(TOKEN, FIRST, searches).test_client()
@@ -317,9 +325,9 @@ def test_the_server_listens_here_alone_and_ends_with_all_that_it_has_started(num
             answer.readline()
             answer.readline()
             process.send_signal(number)
-            _, err = process.communicate(timeout=60)
+            _, err = process.communicate(timeout=300)
         assert (process.returncode, err) == (0, "")
-    end_s = time.monotonic() + 20
+    end_s = time.monotonic() + 120
     while marked(mark) and time.monotonic() < end_s:
         time.sleep(0.1)
     assert not marked(mark)
@@ -337,7 +345,9 @@ def test_a_port_that_cannot_be_is_refused(typed: Typed):
     assert code == 2 and err == "autoshard: --port: must be 0 to 65535, not 70000\n"
 
 
-def show_two_early_answers(send: Callable[[Any], None], send_early: Callable[[Any], None], length: int) -> None:
+def show_two_early_answers(
+    send: Callable[[Any], None], send_early: Callable[[Any], None], length: int, all_read: Path
+) -> None:
     """As two halves of a search do that stopped at two moments, and have their answers at the same one."""
     for letter in "ab":
         if not os.fork():
@@ -346,13 +356,17 @@ def show_two_early_answers(send: Callable[[Any], None], send_early: Callable[[An
             os._exit(0)
     os.wait()
     os.wait()
-    time.sleep(0.5)  # until all is read
+    while not all_read.exists():
+        time.sleep(0.01)
     send({"kind": "answer", "final": True, "html": "c"})
 
 
-def test_early_answers_that_come_at_once_are_each_whole():
+def test_early_answers_that_come_at_once_are_each_whole(tmp_path: Path):
+    all_read, early = tmp_path / "all read", list[str]()
     with closing(Searches()) as searches:
-        early = [
-            event["html"] for event in searches.events("a", show_two_early_answers, 3_000_000) if not event["final"]
-        ]
+        for event in searches.events("a", show_two_early_answers, 3_000_000, all_read):
+            if not event["final"]:
+                early.append(event["html"])
+            if len(early) == 16:
+                all_read.touch()
     assert sorted(early) == ["a" * 3_000_000] * 8 + ["b" * 3_000_000] * 8

@@ -96,6 +96,7 @@ def test_an_export_prices_what_is_lost_and_keeps_files(typed: Typed, recipe: Pat
     assert typed("export plan.json --to megatron --force")[0] == 0
 
 
+@pytest.mark.slow
 def test_a_model_that_a_file_cannot_say_is_not_exported(typed: Typed) -> None:
     assert typed("plan --model tiny-olmo2 --cluster h100 --seq-len 128 --fix tp=2,pp=1 --out plan.json")[0] == 0
     code, _, err = typed("export plan.json --to megatron")

@@ -19,6 +19,7 @@ def old(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_fewer_nodes_answer_the_same_question(old: Path, typed: Typed):
     code, out, _ = typed(f"plan --like {old} --nodes 2 --fix tp=8,mbs=1,cp=1,vp=1")
     assert code == 0 and "after 4 x trn1.32xlarge: 2 x trn1.32xlarge, the same 256 sequences a step" in out
@@ -46,6 +47,7 @@ def test_nodes_that_divide_badly_stay_spare(old: Path, typed: Typed):
     assert "odd number of nodes" not in out
 
 
+@pytest.mark.slow
 def test_how_to_go_on_with_a_run_is_said(old: Path, typed: Typed):
     Path("my run").mkdir()
     Path("my run", "plan.json").write_bytes(old.read_bytes())
@@ -72,6 +74,7 @@ def test_what_cannot_be_asked_again_is_refused(old: Path, more: str, says: str, 
     assert code == 2 and says in err
 
 
+@pytest.mark.slow
 def test_this_machine_has_ranks_left(typed: Typed):
     assert typed("plan --model tiny-llama --cluster local --fix tp=1,mbs=8 --out old.json")[0] == 0
     assert "--ranks: type how many ranks of this machine are left" in typed("plan --like old.json")[2]

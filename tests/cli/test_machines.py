@@ -33,6 +33,7 @@ def test_machines_stand_side_by_side_fastest_first(typed: Typed) -> None:
     assert alone["prediction"]["step_time_s"] == next(row for row in data if row["cluster"] == "h100-80")["prediction"]["step_time_s"]  # fmt: skip  # noqa: E501
 
 
+@pytest.mark.slow
 def test_a_machine_on_which_nothing_fits_says_why(typed: Typed) -> None:
     code, text, _ = typed(f"plan llama3.2-3b --cluster local,trn1 {FEW}")
     words = " ".join(text.split())
@@ -47,6 +48,7 @@ def test_a_search_that_is_stopped_is_not_said_to_find_that_nothing_fits(typed: T
     assert "the search was not finished" in " ".join(text.split()) and "none of the" not in text
 
 
+@pytest.mark.slow
 def test_the_plan_of_the_fastest_machine_is_written_where_it_is_asked_for(typed: Typed) -> None:
     code, text, _ = typed(f"plan llama3-8b --cluster trn1,h100 --nodes 2 {FEW} --out both.json")
     assert code == 0 and text.endswith("wrote the fastest, both.json\n")
@@ -63,6 +65,7 @@ def test_dollars_are_at_the_price_of_the_user(price: str, node_usd: float, typed
     assert dollars and dollars.price_usd_per_node_hour == node_usd and dollars.price_date is None
 
 
+@pytest.mark.slow
 def test_each_machine_has_its_own_price(typed: Typed) -> None:
     data = json.loads(typed(f"plan llama3-8b --cluster trn1,h100 --nodes 2 {FEW} --price 10,20 --json")[1])["machines"]
     assert {row["cluster"]: row["dollars"]["price_usd_per_node_hour"] for row in data} == {

@@ -57,6 +57,7 @@ def test_a_line_beside_a_plan_says_what_to_type(line: str, typed: Typed) -> None
     assert code == 2 and BESIDE_A_PLAN[line] in complaint and len(complaint.splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_the_exit_code_of_why_not_says_whether_a_plan_may_run(typed: Typed) -> None:
     typed("plan tiny-llama --cluster local --fix tp=2")
     assert typed("explain --why-not tp=2")[0] == 0

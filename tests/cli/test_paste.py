@@ -33,7 +33,7 @@ def without_fix(question: str) -> str:
     return re.sub(r"--fix \S+", "", question)
 
 
-@pytest.mark.parametrize("question", rest_is_slow(QUESTIONS))
+@pytest.mark.parametrize("question", rest_is_slow(QUESTIONS, 0, 2))
 def test_every_plan_that_is_shown_can_be_pasted_back(question: str, typed: Typed):
     shown = json.loads(typed(f"plan {question} --json")[1])
     original = plan_in()
@@ -81,7 +81,7 @@ ADVISED = [
 ]
 
 
-@pytest.mark.parametrize("question", rest_is_slow(ADVISED))
+@pytest.mark.parametrize("question", rest_is_slow(ADVISED, 0, 2))
 def test_following_the_advice_gives_a_plan(question: str, typed: Typed):
     code, _, text = typed(f"plan {question}")
     tries = re.findall(r"^  try (.*)$", text, re.MULTILINE)

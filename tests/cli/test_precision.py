@@ -34,6 +34,7 @@ def test_states_in_bf16_are_priced_and_said() -> None:
     assert fewer["masters"] == parts["masters"]
 
 
+@pytest.mark.slow
 def test_a_plan_says_that_no_engine_runs_its_precision_and_other_commands_take_it(typed: Typed) -> None:
     _, answer, _ = typed(f"plan {ASKED} --precision {BF16} --out again.json")
     words = " ".join(answer.split())

@@ -83,6 +83,7 @@ def test_a_run_of_another_plan_is_no_measurement_of_this_one(typed: Typed):
     assert "run/plan.json against plan.json" in Path("report.html").read_text()
 
 
+@pytest.mark.slow
 def test_a_plan_that_was_edited_until_it_does_not_fit_is_drawn_and_says_so(typed: Typed):
     assert typed(f"plan {TINY}")[0] == 0
     assert typed("report plan.json")[0] == 0

@@ -92,6 +92,7 @@ def test_a_search_that_comes_to_no_next_step_ends_within_a_second_of_ctrl_c():
     with pytest.raises(KeyboardInterrupt), watching(None, str):
         os.kill(os.getpid(), signal.SIGINT)
         start_s = time.monotonic()
-        while time.monotonic() < start_s + 1.0:
+        assert 0.0 < signal.getitimer(signal.ITIMER_REAL)[0] <= 1.0
+        while time.monotonic() < start_s + 60.0:
             pass
     assert signal.getsignal(signal.SIGALRM) is before and signal.getitimer(signal.ITIMER_REAL)[0] == 0

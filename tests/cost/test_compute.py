@@ -95,6 +95,7 @@ class TestRoofline:
 class TestTiles:
     """A systolic array holds 128 x 128 of one factor, summed dims along one side, and streams the other through it."""
 
+    @pytest.mark.slow
     @settings(max_examples=6)
     @given(st.sampled_from([1, 8, 32]), st.integers(1, 40), st.sampled_from(["gate", "down", "o"]))
     def test_as_many_tiles_are_held_as_cover_a_factor_and_the_other_is_streamed(self, tp, pieces, op):

@@ -48,6 +48,7 @@ def names_of(run):
     return [tensor.name for _, tensor in run.touched]
 
 
+@pytest.mark.slow
 @given(blocks())
 def test_every_operation_runs_in_one_kernel_of_its_entry_which_touches_each_tensor_once(block):
     done = [op.name for run in block.runs for op in run.ops]

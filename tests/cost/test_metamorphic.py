@@ -118,6 +118,7 @@ def quicker(question, part, factor):
 
 
 class TestBetterHardware:
+    @pytest.mark.slow
     @settings(max_examples=min(settings().max_examples, 30))
     @given(plans(), st.sampled_from([*PARTS, *EFFICIENCIES, *SECONDS]), st.floats(1, 8))
     def test_a_faster_link_or_chip_or_constant_never_makes_a_step_longer(self, case, part, factor):
@@ -136,6 +137,7 @@ class TestBetterHardware:
 
 
 class TestLessWork:
+    @pytest.mark.slow
     @FEWER
     @given(plans(), st.integers(1, 6))
     def test_fewer_layers_never_make_a_step_longer_nor_fuller(self, case, fewer):
@@ -147,6 +149,7 @@ class TestLessWork:
             assert no_more(float(after.time_s), float(before.time_s))
             assert float(after.peak_bytes) <= float(before.peak_bytes)
 
+    @pytest.mark.slow
     @FEWER
     @given(plans(), st.integers(1, 4), st.data())
     def test_recompute_takes_time_and_gives_back_activations(self, case, layers, data):

@@ -25,6 +25,7 @@ from autoshard.spec.workload import Precision
 from tests.cost.cases import ask, candidate_of, plan_of, predicted_of
 from tests.json_schema import schema_text
 from tests.search.brute_force import ask as asked
+from tests.slower import covering
 
 TEXT = "tp=8,pp=4,dp=4"
 LAYERS_DIFFER = [name for name in model_names() if name.startswith("tiny-") and load_model(name).order]
@@ -134,9 +135,11 @@ def test_stages_that_hold_the_same_share_their_graphs(text, num_graphs):
     assert found and found.num_graphs == num_graphs and found.compile_s > 0
 
 
+RECOMPUTE = ("full/selective[mlp]", "none/full", "full:1/selective[mlp]")
+
+
 class TestChecked:
-    @pytest.mark.parametrize("recompute", ["full/selective[mlp]", "none/full", "full:1/selective[mlp]"])
-    @pytest.mark.parametrize("model", LAYERS_DIFFER)
+    @pytest.mark.parametrize(("model", "recompute"), covering(LAYERS_DIFFER, RECOMPUTE, fast=1))
     def test_stages_may_lack_a_kind_of_layer_and_recompute_each_in_its_way(self, model, recompute):
         request = asked(model, ranks=4)
         split = f"1/{request.model.num_layers - 1}"  # the first stage has one layer, and so one kind

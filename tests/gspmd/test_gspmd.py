@@ -54,6 +54,7 @@ def test_autoshard_computes_what_the_module_does(name: str):
     assert largest_error(case, TracedLayer.of(case.sizes(SMALL))) < BAR
 
 
+@pytest.mark.slow
 def test_the_solver_chooses_the_cuts_that_are_recorded_as_its_own():
     case = CASES[FREE]
     layer = TracedLayer.of(case.sizes(LLAMA_3_8B), "meta")

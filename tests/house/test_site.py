@@ -60,6 +60,7 @@ def pages_of(entries: list[Any]) -> Iterator[str]:
             yield from [place] if isinstance(place, str) else pages_of(place)
 
 
+@pytest.mark.slow
 def test_the_site_has_every_page_of_its_navigation_and_no_page_asks_for_anything_elsewhere(site: Path) -> None:
     named = [*pages_of(yaml.safe_load(SITE.read_text(encoding="utf-8"))["nav"])]
     assert len(named) == len({*named}) >= 15

@@ -78,5 +78,6 @@ def lost(swaps: bool) -> float:
     return difference(plain, module, [batch()])
 
 
+@pytest.mark.slow
 def test_a_gradient_that_goes_to_another_weight_is_seen():
     assert max(on_ranks(2, lost, False)) < 1e-12 and min(on_ranks(2, lost, True)) > 1e-3

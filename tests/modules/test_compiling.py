@@ -54,6 +54,7 @@ def hold(names: Sequence[str], mode: EngineMode) -> None:
         assert not wrong and len(found) == 2 * len(names), wrong
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "names", [tuple(MODULES)[3::12], pytest.param(tuple(MODULES), marks=[pytest.mark.slow, pytest.mark.thorough])]
 )
@@ -67,7 +68,7 @@ _COMPILED = (
 
 
 @compiler
-@pytest.mark.parametrize("name", rest_is_slow(_COMPILED, 0, 2))
+@pytest.mark.parametrize("name", rest_is_slow(_COMPILED, 0))
 def test_compiled_modules_compute_what_the_plain_module_does(name: str):
     hold([name], "compiled")
 
@@ -100,6 +101,7 @@ def num_compiled(layers: int) -> tuple[float, int]:
     return worst, len(given)
 
 
+@pytest.mark.slow
 def test_equal_layers_are_compiled_once():
     few, many = on_ranks(2, num_compiled, 3), on_ranks(2, num_compiled, 5)
     assert max(worst for worst, _ in (*few, *many)) < 1e-12

@@ -72,6 +72,7 @@ def made() -> tuple[torch.nn.Module, tuple[Any, ...]]:
     return Marked().double(), (x, torch.tensor([1, 2, 0, 2]))
 
 
+@pytest.mark.slow
 def test_any_legal_cut_gives_the_result_and_every_gradient():
     module, inputs = made()
     captured, chosen = capture(module, inputs), random.Random(0)
@@ -139,10 +140,12 @@ def cut(seed: int) -> float:
     return difference(plain, module, inputs)
 
 
+@pytest.mark.slow
 def test_two_steps_on_two_processes_are_those_of_one():
     assert max(max(on_ranks(2, cut, seed)) for seed in range(2)) < 1e-11
 
 
+@pytest.mark.slow
 def test_each_of_two_processes_runs_it_on_its_part():
     for lengths, error in on_ranks(2, trained):
         assert lengths == {2} and error < 1e-11

@@ -206,7 +206,7 @@ def test_what_is_drawn_is_the_same_in_the_chosen_layouts_and_in_random_ones(name
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", rest_is_slow(["GPT-2", "BERT with padding", "T5", "ViT"], 2, 2))
+@pytest.mark.parametrize("name", rest_is_slow(["GPT-2", "BERT with padding", "T5", "ViT"], 1, 2))
 def test_whole_models_drop_the_same_in_any_cuts(name: str):
     module, inputs = model(name, 2)
     dropouts = [one for one in module.modules() if isinstance(one, nn.Dropout)]
@@ -274,7 +274,7 @@ def test_two_steps_on_four_processes_are_those_of_one():
 
 
 @pytest.mark.parametrize(
-    ("mesh", "seed"), rest_is_slow([("a=3", 3), ("a=2,b=2", 0), ("b=1", 0), ("a=2,b=2", 2), ("a=4", 4)], 0, 2)
+    ("mesh", "seed"), rest_is_slow([("a=3", 3), ("a=2,b=2", 0), ("b=1", 0), ("a=2,b=2", 2), ("a=4", 4)], 0)
 )
 def test_two_steps_in_layouts_of_all_kinds_are_those_of_one(mesh: str, seed: int):
     held(mesh, seed, tuple(MODULES))
@@ -344,6 +344,7 @@ def off_by_one(kind: Any, sizes: Sequence[int], bounds: Sequence[tuple[int, int]
     return random_part(kind, sizes, [(start - bool(start), stop - bool(start)) for start, stop in bounds], *others)
 
 
+@pytest.mark.slow
 def test_a_rank_that_counts_places_wrongly_is_caught():
     replaced = [("autoshard.modules.rewriting.randomness", "random_part", off_by_one)]
     assert max(max(one.values()) for one in on_ranks(4, trained, "a=2,b=2", 1, ["dropout"], replaced=replaced)) > 1e-2

@@ -38,6 +38,7 @@ def sharded(layers: int, mesh: str = "dp=4,tp=2") -> ModuleSharding:
     return shard_module(module, inputs, load_cluster("h100-80", 1), mesh, results=["loss"])
 
 
+@pytest.mark.slow
 def test_equal_layers_are_decided_once_and_cost_as_much_as_if_each_were_free():
     found = sharded(4)
     table, tied = found.solution.cuts, found.problem.tied

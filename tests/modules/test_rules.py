@@ -180,6 +180,7 @@ def test_a_rule_cuts_what_dtensor_takes_without_sending(name: str, mesh: DeviceM
 UNKNOWN = ("copy", "fill", "gru")  # to DTensor
 
 
+@pytest.mark.slow
 def test_every_rule_has_a_sample_and_every_reason_is_one_of_a_sample():
     called = {getattr(node.target, "_opname", "") for name in SAMPLES for node in captured_of(name).exported.nodes}
     assert {*RULES.values()} == {RULES[name] for name in called & {*RULES}}

@@ -27,6 +27,7 @@ def without_record(plan):
     return replace(plan, provenance={key: text for key, text in plan.provenance.items() if key != "search"})
 
 
+@pytest.mark.slow
 def test_the_record_comes_back_from_the_plan_file_with_every_answer(result: PlanResult, tmp_path: Path):
     path = result.save(tmp_path / "plan.json")
     record = search_record(load(path))

@@ -7,6 +7,7 @@ hash seeds.
 import gc
 import os
 import pickle
+import select
 import signal
 import socket
 import subprocess
@@ -30,6 +31,7 @@ import dill
 import pytest
 
 ROOT = Path(__file__).parents[2]
+_TRIES = 1000  # of ten milliseconds each
 _SEEDS = (4, 7)  # of the ranks' hashes: neighbours along an axis of two order names of a layer differently
 _IMPORTED = (
     "autoshard.engine.torch.engine", "autoshard.modules.sharded", "tests.ranks.cases",
@@ -47,7 +49,7 @@ def on_ranks(
     num_ranks: int,
     body: Callable[..., Any],
     *args: Any,
-    timeout_s: float = 60.0,
+    timeout_s: float = 300.0,
     replaced: Sequence[Replaced] = (),
     prepare: Callable[[], object] | None = None,
 ) -> list[Any]:
@@ -80,33 +82,53 @@ def _pool() -> "_Pool":
 
 @dataclass(frozen=True)
 class _Template:
-    """An interpreter that has imported what ranks need, and where it is asked for a fork."""
+    """The way to an interpreter that has imported what ranks need. All workers of a run of tests share it."""
 
-    process: "subprocess.Popen[bytes]"
     requests: socket.socket
+    process: "subprocess.Popen[bytes] | None"  # of the worker that has started it
 
     @classmethod
-    def start(cls, seed: int) -> "_Template":
-        """Start one whose strings have the hashes of this seed."""
-        here, there = socket.socketpair()
+    def reach(cls, seed: int) -> "_Template":
+        """Connect with the one whose strings have the hashes of this seed; the worker that is first starts it."""
+        run = os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))
+        name, process = f"\0autoshard ranks {run} {seed}", None
+        for _ in range(_TRIES):
+            requests = socket.socket(socket.AF_UNIX)
+            with suppress(ConnectionError):
+                requests.connect(name)
+                if requests.recv(1):
+                    return cls(requests, process)
+            requests.close()
+            if process and process.wait():
+                break
+            process = cls._started(seed, name) or process
+        raise RankFailed("the interpreter that ranks are forks of has ended before it served anybody")
+
+    @classmethod
+    def _started(cls, seed: int, name: str) -> "subprocess.Popen[bytes] | None":
         paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
         variables = {"PYTHONHASHSEED": str(seed), "PYTHONPATH": paths, "GLOO_SOCKET_IFNAME": "lo"}
-        command = [sys.executable, "-X", "faulthandler", "-m", "tests.ranks.spawn", str(there.fileno())]
-        with there:
-            process = subprocess.Popen(
+        with socket.socket(socket.AF_UNIX) as listener:
+            try:
+                listener.bind(name)
+            except OSError:  # another worker was first
+                time.sleep(0.01)
+                return None
+            listener.listen()
+            command = [sys.executable, "-X", "faulthandler", "-m", "tests.ranks.spawn", str(listener.fileno())]
+            return subprocess.Popen(
                 command,
                 env={**os.environ, **variables, "OMP_NUM_THREADS": "1"},
                 cwd=ROOT,
-                pass_fds=[there.fileno()],
+                pass_fds=[listener.fileno()],
                 stdin=subprocess.DEVNULL,
             )
-        return cls(process, here)
 
     def fork(self) -> Connection:
-        """Ask for a rank; it says its number as a process when it is there."""
+        """Ask for a rank; it says its number as a process when it is there, and complains where this process does."""
         here, there = socket.socketpair()
         with there:
-            socket.send_fds(self.requests, [b"1"], [there.fileno()])
+            socket.send_fds(self.requests, [b"1"], [there.fileno(), 1, 2])
         return Connection(here.detach())
 
 
@@ -124,7 +146,7 @@ class _Pool:
     def first(self, count: int) -> Sequence[Connection]:
         """Start as many as are missing; return the first ones."""
         for seed in _SEEDS[len(self._templates) : count]:
-            self._templates.append(_Template.start(seed))
+            self._templates.append(_Template.reach(seed))
         for rank in range(len(self._connections), count):
             self._connections.append(self._templates[rank.bit_count() % len(_SEEDS)].fork())
         for connection in self._connections[len(self._processes) : count]:
@@ -173,7 +195,7 @@ def _answer(end: Connection) -> tuple[float, str, Any]:
 
 
 def be_a_template(number: int) -> None:
-    """Import what most ranks need; then be forked as often as somebody asks."""
+    """Import what most ranks need; then be forked as often as a worker asks, until all workers have ended."""
     import torch
 
     for name in _IMPORTED:
@@ -182,21 +204,52 @@ def be_a_template(number: int) -> None:
     gc.collect()
     gc.freeze()  # a search for garbage would copy the pages that ranks share
     gc.set_threshold(20_000, 20, 20)
-    with socket.socket(fileno=number) as requests:
-        while (received := socket.recv_fds(requests, 1, 1))[0]:
-            (asked,) = received[1]
-            if not os.fork():
-                requests.close()
-                _be_a_rank(Connection(asked))
-                os._exit(0)
-            os.close(asked)
-            with suppress(ChildProcessError):
-                while os.waitpid(-1, os.WNOHANG)[0]:
-                    pass
+    _serve(socket.socket(fileno=number))
 
 
-def _be_a_rank(end: Connection) -> None:
+def _serve(listener: socket.socket) -> None:
+    workers: list[socket.socket] = []
+    while True:
+        for ready in select.select([listener, *workers], [], [])[0]:
+            if ready is listener:
+                workers.append(listener.accept()[0])
+                workers[-1].send(b"1")
+            elif files := _requested(ready):
+                _fork_a_rank(files, (listener, *workers))
+            else:
+                workers.remove(ready)
+                ready.close()
+                if not workers:
+                    return
+
+
+def _fork_a_rank(files: Sequence[int], connections: Sequence[socket.socket]) -> None:
+    if not os.fork():
+        for connection in connections:
+            connection.close()
+        _be_a_rank(*files)
+        os._exit(0)
+    for file in files:
+        os.close(file)
+    with suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+
+
+def _requested(worker: socket.socket) -> list[int]:
+    """Receive the connection of a rank, and where it prints and complains; nothing where the worker has ended."""
+    try:
+        return socket.recv_fds(worker, 1, 3)[1]
+    except ConnectionError:
+        return []
+
+
+def _be_a_rank(connection: int, *printing: int) -> None:
     """Do what is sent until nobody is there to send."""
+    for number, file in enumerate(printing, start=1):
+        os.dup2(file, number)
+        os.close(file)
+    end = Connection(connection)
     end.send(os.getpid())
     prepared = set[bytes]()
     with suppress(EOFError, OSError):
@@ -222,7 +275,7 @@ def _work(end: Connection, rank: int, num_ranks: int, store: str, timeout_s: flo
     import torch.distributed as dist
 
     done = threading.Event()
-    threading.Thread(target=_end_with_parent, args=(os.getppid(), done), daemon=True).start()
+    threading.Thread(target=_end_with_parent, args=(os.getppid(), end, done), daemon=True).start()
     torch.manual_seed(0)
     try:
         body, args, replaced = dill.loads(work)
@@ -239,10 +292,12 @@ def _work(end: Connection, rank: int, num_ranks: int, store: str, timeout_s: flo
         dist.destroy_process_group()
 
 
-def _end_with_parent(parent: int, done: threading.Event) -> None:
+def _end_with_parent(parent: int, end: Connection, done: threading.Event) -> None:
     """End this process when the one that tests is gone, even in the middle of work."""
+    tester = select.poll()
+    tester.register(end.fileno(), select.POLLHUP)
     while not done.wait(1.0):
-        if os.getppid() != parent:
+        if os.getppid() != parent or tester.poll(0):
             os._exit(1)
 
 

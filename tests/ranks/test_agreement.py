@@ -1,6 +1,7 @@
 """Ranks compare what they are about to begin: what is compared is what is begun, and another order is one message."""
 
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from autoshard.spec.model import ModelSpec
 from autoshard.spec.training import Training, Watching
 from tests.ranks.cases import EXACT, MIXTRAL, Task, gpt, llama, plan_of
 from tests.ranks.spawn import on_ranks
-from tests.slower import rest_is_slow
+from tests.slower import covering, rest_is_slow
 
 EVERY = Training(watchdog=Watching(collectives="every"))
 CASES: list[tuple[str, ModelSpec]] = [
@@ -35,6 +36,11 @@ CASES: list[tuple[str, ModelSpec]] = [
     ("tp=2,pp=1,dp=2,recompute=full:1", llama()),
     ("tp=1,pp=1,cp=2,dp=2,cp_kind=all_to_all", llama()),
 ]
+FEW = ("tp=1,pp=1,dp=2,ep=2", llama(**MIXTRAL)), ("tp=1,pp=2,dp=2,zero=3", gpt())
+COMBINED = [
+    *covering(["literal", "generated"], FEW, fast=1),
+    *rest_is_slow(product(["literal", "generated"], (case for case in CASES if case not in FEW)), 0, 2),
+]
 
 
 def steps_that_agree(task: Task, mode: EngineMode) -> int:
@@ -47,9 +53,9 @@ def steps_that_agree(task: Task, mode: EngineMode) -> int:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("mode", rest_is_slow(["literal", "generated"]))
-@pytest.mark.parametrize(("text", "model"), rest_is_slow(CASES))
-def test_what_ranks_compare_is_what_they_begin(text: str, model: ModelSpec, mode: EngineMode) -> None:
+@pytest.mark.parametrize(("mode", "case"), COMBINED, ids=lambda one: one if isinstance(one, str) else one[0])
+def test_what_ranks_compare_is_what_they_begin(mode: EngineMode, case: tuple[str, ModelSpec]) -> None:
+    text, model = case
     plan = plan_of(text, model)
     assert min(on_ranks(plan.mesh.num_ranks, steps_that_agree, Task.of(plan, 2), mode)) > 3
 
@@ -72,6 +78,7 @@ def refusal(plan: Plan) -> str:
     return str(caught.value)
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_an_order_that_follows_from_hashes_is_one_message_on_all_ranks_before_anything_is_sent(tmp_path: Path) -> None:
     """Ranks whose hashes have other seeds order the weights of a layer differently."""

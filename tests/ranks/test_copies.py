@@ -31,14 +31,13 @@ CASES: Mapping[str, tuple[str, ModelSpec, Mapping[str, Any]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", rest_is_slow(CASES, 1, 2))
+@pytest.mark.parametrize("case", rest_is_slow(CASES, 0, 2))
 def test_a_step_is_that_of_one_process_and_holds_and_sends_what_was_promised(case: str) -> None:
     text, model, work = CASES[case]
     hold(Task.of(plan_of(text, model, **work), num_steps=2))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", ["states in pieces, two micro-batches", "stages that share a table"])
+@pytest.mark.parametrize("case", rest_is_slow(["states in pieces, two micro-batches", "stages that share a table"], 0))
 def test_ranks_of_torchrun_compute_what_one_process_computes(case: str, tmp_path: Path) -> None:
     """Each with a hash seed of its own; the collectives of all ranks are compared with those that were announced."""
     text, model, work = CASES[case]

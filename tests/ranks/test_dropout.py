@@ -78,7 +78,7 @@ FAULTS: dict[str, tuple[str, ModelSpec, tuple[Any, str, Any]]] = {
 CUT = {"layer.mlp_drop": "[batch/dp, seq, hidden/tp]"}  # in parts of 9: counters of four numbers are cut as well
 
 
-@pytest.mark.parametrize("name", rest_is_slow(FAULTS, 3, 2))
+@pytest.mark.parametrize("name", rest_is_slow(FAULTS, 1, 3))
 def test_a_number_that_depends_on_the_layout_is_caught(name: str):
     text, model, replaced = FAULTS[name]
     task = Task.of(plan_of(text, model, CUT if "columns" in name else {}))
@@ -88,7 +88,7 @@ def test_a_number_that_depends_on_the_layout_is_caught(name: str):
         compare(task.reference(), [share for (share,) in wrong])
 
 
-@pytest.mark.parametrize("mode", rest_is_slow(["generated", "literal", "compiled"]))
+@pytest.mark.parametrize("mode", rest_is_slow(["generated", "literal", "compiled"], 0, 3))
 def test_every_mode_drops_the_same(mode: Any):
     task = Task.of(plan_of("tp=2,pp=1,dp=1,recompute=full:1", llama(**HIDDEN, **ATTENTION)))
     shares = [share for (share,) in on_ranks(2, run_steps, task, EXACT, mode, timeout_s=600)]

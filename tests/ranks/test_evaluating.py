@@ -40,7 +40,7 @@ def judge(task: Task, mode: EngineMode) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize(("text", "model", "mode"), rest_is_slow(CASES.values(), 3, 4))
+@pytest.mark.parametrize(("text", "model", "mode"), rest_is_slow(CASES.values(), 1, 4))
 def test_what_is_judged_is_the_loss_of_one_process(text, model, mode):
     """A step reports the loss before its update: that of its batch under the weights that were judged."""
     task = replace(Task.of(plan_of(text, model), num_steps=2))

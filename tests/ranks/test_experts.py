@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -28,7 +29,7 @@ from tests.ranks.cases import (
     share_of,
 )
 from tests.ranks.spawn import on_ranks
-from tests.slower import rest_is_slow
+from tests.slower import covering, rest_is_slow
 
 pytestmark = pytest.mark.ranks
 
@@ -66,6 +67,18 @@ def to_one_rank(task: Task) -> Task:
     return replace(task, weights={name: one * ("router" not in name) for name, one in task.weights.items()})
 
 
+def as_drawn(task: Task) -> Task:
+    """A router that spreads tokens unevenly."""
+    return task
+
+
+ROUTES = (as_drawn, to_one_rank)
+
+
+def named(value: object) -> str:
+    return value if isinstance(value, str) else getattr(value, "__name__", str(value))
+
+
 def in_both_modes(task: Task) -> list[StepShare]:
     """A step generated, which equals the literal one to the last bit."""
     literal, generated = run_steps(task), run_steps(task, EXACT, "generated")
@@ -73,8 +86,12 @@ def in_both_modes(task: Task) -> list[StepShare]:
     return generated
 
 
-@pytest.mark.parametrize("route", rest_is_slow([lambda task: task, to_one_rank]), ids=["uneven", "to one rank"])
-@pytest.mark.parametrize("case", rest_is_slow(LAYOUTS, 1, 3))
+# Every sixth layout with a route; of the others each is left to `make thorough` with both routes.
+FEW = [*LAYOUTS][::6]
+CASES = [*covering(FEW, ROUTES), *rest_is_slow(product((case for case in LAYOUTS if case not in FEW), ROUTES), 0, 0)]
+
+
+@pytest.mark.parametrize(("case", "route"), CASES, ids=named)
 def test_whatever_routers_choose_ranks_find_the_gradients_of_one_process(case, route):
     text, pins = LAYOUTS[case]
     plan = plan_of(text, llama(**MIXTRAL), pins)
@@ -102,9 +119,8 @@ def run_counted(task: Task, mode: EngineMode) -> tuple[StepShare, Measured, list
     return share, engine.measured(), tables, generated
 
 
-@pytest.mark.parametrize("mode", rest_is_slow(["generated", "literal"]))
-@pytest.mark.parametrize("route", rest_is_slow([lambda task: task, to_one_rank]), ids=["uneven", "to one rank"])
-def test_bytes_sent_and_kept_are_those_of_the_rows_that_were_routed(route, mode):
+@pytest.mark.parametrize(("mode", "route"), covering(["generated", "literal"], ROUTES), ids=named)
+def test_bytes_sent_and_kept_are_those_of_the_rows_that_were_routed(mode, route):
     """Counted once, also where all is computed again; what is kept is spread over ranks as rows are."""
     for text in ("tp=1,pp=1,dp=2,ep=2", "tp=1,pp=1,dp=2,ep=2,recompute=full"):
         plan = plan_of(text, llama(**SIZES), global_batch=2, expert_imbalance=0.0)

@@ -24,7 +24,7 @@ CASES: Mapping[str, tuple[str, Mapping[str, str], Mapping[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("case", rest_is_slow(CASES, 1))
+@pytest.mark.parametrize("case", rest_is_slow(CASES, 0))
 def test_a_step_is_that_of_one_process(case: str) -> None:
     text, pins, changes = CASES[case]
     hold(Task.of(plan_of(text, gpt_oss(), pins, **changes)))

@@ -80,7 +80,7 @@ def test_copied_keys_are_on_every_rank_of_a_group():
 # -- the rows run --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("row", rest_is_slow([*QUICK, *(row for row in ROWS if row not in QUICK)], 2, 6), ids=named)
+@pytest.mark.parametrize("row", rest_is_slow([*QUICK, *(row for row in ROWS if row not in QUICK)], 1, 3), ids=named)
 def test_two_steps_are_those_of_one_process_and_hold_and_send_what_was_promised(row):
     """In double; and in BF16 one step is as near as its roundings let it be.
 
@@ -113,8 +113,7 @@ def roundings(plan: Plan) -> int:
     return total
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("row", QUICK, ids=named)
+@pytest.mark.parametrize("row", rest_is_slow(QUICK, 0, 3), ids=named)
 def test_two_steps_of_sgd_in_fp32_are_near_those_of_one_process(row):
     """They move the weights by about as much as they are, so that what is wrong with them shows."""
     task = replace(
@@ -195,8 +194,7 @@ def caught(task: Task, answers: Sequence[Sequence[StepShare]]) -> None:
         compare(task.reference(), [share for (share,) in answers])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("change", "wanted"), GIVEN.values(), ids=GIVEN)
+@pytest.mark.parametrize(("change", "wanted"), rest_is_slow(GIVEN.values(), 0, 2), ids=GIVEN)
 def test_a_wrong_batch_is_caught(change, wanted):
     task = task_of(first_row(wanted))
     wrong = replace(task, steps=(tuple(change(task.steps[0])),))

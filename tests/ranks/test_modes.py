@@ -104,6 +104,7 @@ def test_generated_functions_give_in_fp32_what_the_interpreter_gives(text, model
         assert held == held_too
 
 
+@pytest.mark.slow
 def test_the_only_expert_of_a_rank_adds_to_its_sum_in_a_wider_format():
     """As GPUs do; a list of one matrix is written as a list."""
     replaced = (

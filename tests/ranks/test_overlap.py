@@ -32,7 +32,7 @@ def in_small_buckets(plan: Plan) -> Plan:
             ("tp=1,pp=2,dp=2,vp=2,schedule=zb_v", llama(num_layers=4)),
             ("tp=2,pp=1,cp=2,dp=1", llama(num_layers=4)),
         ],
-        fast=1,
+        fast=0,
     ),
 )
 def test_gradients_that_are_reduced_in_buckets_are_those_of_one_process_in_two_steps(text, model):

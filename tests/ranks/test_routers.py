@@ -53,7 +53,7 @@ def plan_with(text: str, pins: Mapping[str, str] = NOTHING, **changes: Any) -> P
     return plan_of(text, llama(qk_norm=True, num_layers=layers, **MIXTRAL), pins, **{"global_batch": 8, **changes})
 
 
-@pytest.mark.parametrize("case", rest_is_slow(LAYOUTS))
+@pytest.mark.parametrize("case", rest_is_slow(LAYOUTS, 0))
 def test_gradients_and_losses_of_every_layout_are_those_of_one_process(case: str) -> None:
     """And both modes agree to the last bit, and as many bytes are kept and sent as were predicted."""
     text, pins, losses = LAYOUTS[case]
@@ -123,6 +123,7 @@ def test_a_bias_that_does_not_move_is_a_weight_like_others() -> None:
     hold(task)
 
 
+@pytest.mark.slow
 def test_counts_that_are_not_summed_over_the_parts_of_a_sequence_are_caught() -> None:
     """Each message that sums a load, left out once; each rank then balances its own tokens, and reports nothing odd."""
     plan = plan_with("tp=1,pp=1,cp=2,dp=1", global_batch=2, **LOSSES)
@@ -137,6 +138,7 @@ def test_counts_that_are_not_summed_over_the_parts_of_a_sequence_are_caught() ->
             compare(expected, shares)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "name"),
     rest_is_slow([

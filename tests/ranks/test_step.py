@@ -65,7 +65,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(("text", "model"), rest_is_slow(CASES.values(), 1, 2))
+@pytest.mark.parametrize(("text", "model"), rest_is_slow(CASES.values(), 0, 2))
 def test_a_step_on_ranks_is_that_of_one_process_and_holds_and_sends_what_was_promised(text, model):
     hold(Task.of(plan_of(text, model)))
 
@@ -114,7 +114,7 @@ def run_counting(task: Task) -> tuple[StepShare, Counter[str]]:
     return share, calls.counted + Counter(engine.measured().sent_bytes)
 
 
-@pytest.mark.parametrize("text", rest_is_slow(INSTEAD))
+@pytest.mark.parametrize("text", rest_is_slow(INSTEAD, 0, 2))
 def test_edited_lines_change_what_is_sent_and_no_result(text):
     task = Task.of(plan_of(text, llama(**MIXTRAL if "ep" in text else {})))
     expected, (_, usual) = task.reference(), on_ranks(2, run_counting, task)[0]

@@ -11,7 +11,7 @@ FIRST = ("tp=1,pp=1,cp=2,dp=1", "tp=1,pp=2,dp=1,schedule=zb_h1", "tp=1,pp=1,dp=2
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("text", rest_is_slow([*FIRST, *(one for one in LAYOUTS if one not in FIRST)], 4))
+@pytest.mark.parametrize("text", rest_is_slow([*FIRST, *(one for one in LAYOUTS if one not in FIRST)], 1, 2))
 def test_steps_through_the_host_are_those_of_one_process(text: str) -> None:
     task = task_of(text)
     expected = task.reference()

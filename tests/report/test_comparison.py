@@ -34,6 +34,7 @@ def compared(found, remarks=()):
     )
 
 
+@pytest.mark.slow
 def test_the_whole_comparison_and_explanation(golden):
     request = ask("llama3-70b", "trn1.32xlarge", 16)
     a, b = (plan_at(request, Candidate.parse(text)) for text in ("tp=32,pp=8,dp=2", "tp=8,pp=8,dp=8,recompute=full"))

@@ -102,6 +102,7 @@ def test_masked_tokens_weigh_nothing(sets, monkeypatch):
     assert result.loss == pytest.approx((1.0 * whole + 10.0 * few) / (whole + few))
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_ranks_of_another_layout_judge_alike_and_the_best_checkpoint_stays(tmp_path, sets):
     options = {**judged(sets), "build": Double, "every_steps": 3, "keep_last": 1, "learning_rate": 0.02}
@@ -116,6 +117,7 @@ def test_ranks_of_another_layout_judge_alike_and_the_best_checkpoint_stays(tmp_p
     assert best in steps and 8 in steps
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_a_worse_state_is_not_kept_and_the_best_one_is_known_after_a_restart(tmp_path, sets):
     """At a rate that destroys the model the first evaluation stays the best: its checkpoint outlives newer ones."""
@@ -144,6 +146,7 @@ def test_what_cannot_be_judged_is_refused(sets, tmp_path):
         Evaluating(sets={"a": -1.0})
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_a_recipe_is_judged_by_its_own_set_and_the_command_says_and_keeps_how(tmp_path, sets, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)

@@ -75,6 +75,7 @@ def killed_until_done(folder: Path, seed: int, num_kills: int, curve: dict[int, 
     assert not active_children()
 
 
+@pytest.mark.slow
 def test_ranks_killed_at_random_moments_leave_the_curve_as_it_is(curve: dict[int, float], tmp_path: Path) -> None:
     killed_until_done(tmp_path, seed=1, num_kills=6, curve=curve)
 
@@ -145,6 +146,7 @@ def test_ranks_that_do_not_heed_a_signal_are_stopped_when_their_grace_is_over(
     assert caught.value.exit_code == 143 and not active_children()
 
 
+@pytest.mark.slow
 def test_a_rank_that_stands_still_is_named_with_what_all_wait_for(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -81,6 +81,7 @@ def said(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> str:
     return out.err if code else out.out
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_a_run_says_what_it_has_learned(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     asked = (str(run_folder), "--prompt", "abab", "--tokens", "6")

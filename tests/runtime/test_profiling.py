@@ -13,6 +13,7 @@ from autoshard.runtime.profiling import StepProfile
 from autoshard.schedule.builders import Action
 from autoshard.spec.training import Training
 from tests.conftest import Typed
+from tests.slower import rest_is_slow
 
 PLAN = "plan tiny-llama --cluster local --global-batch 4 --seq-len 32 --fix pp=2,schedule=zb_h1"
 
@@ -31,6 +32,7 @@ def _actions(path: Path) -> list[str]:
     return [name for name in names if name[0] in "FBIW" and name[1].isdigit()]
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_ranks_record_the_actions_of_their_plan_in_the_steps_that_are_asked_for(typed: Typed) -> None:
     assert typed(PLAN)[0] == 0
@@ -48,11 +50,14 @@ def test_ranks_record_the_actions_of_their_plan_in_the_steps_that_are_asked_for(
 
 @pytest.mark.parametrize(
     ("options", "complaint"),
-    [
-        ("--profile 0", "--profile: steps count from 1, so 0 is none"),
-        ("--profile 2,4", "--profile: the run has 3 steps, so step 4 is none of them"),
-        ("--profile 2 --dry-run", "--profile: needs steps that run. Leave the other option out"),
-    ],
+    rest_is_slow(
+        [
+            ("--profile 0", "--profile: steps count from 1, so 0 is none"),
+            ("--profile 2,4", "--profile: the run has 3 steps, so step 4 is none of them"),
+            ("--profile 2 --dry-run", "--profile: needs steps that run. Leave the other option out"),
+        ],
+        slow=2,
+    ),
 )
 def test_steps_that_cannot_be_recorded_are_refused(options: str, complaint: str, typed: Typed) -> None:
     assert typed(PLAN)[0] == 0
@@ -71,6 +76,7 @@ def test_a_trace_that_cannot_be_written_ends_no_run(tmp_path: Path) -> None:
     assert skipped.write() == ""
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_a_step_that_was_taken_before_a_start_is_said_to_be_not_recorded(typed: Typed) -> None:
     assert typed(PLAN)[0] == 0

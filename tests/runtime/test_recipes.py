@@ -34,7 +34,7 @@ def beside_the_recipes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(
-    "name", rest_is_slow(sorted(SMALL, key=lambda name: (name != "tiny-text", name != "tiny-mixtral", name)), 1, 1)
+    "name", rest_is_slow(sorted(SMALL, key=lambda name: (name != "tiny-text", name != "tiny-mixtral", name)), 0)
 )
 def test_a_small_recipe_trains(name: str, beside_the_recipes: Path):
     for words in to_prepare(SMALL[name]):

@@ -66,13 +66,14 @@ def steps_of(folder: Path) -> int:
 def test_slow_data_is_waited_for_and_said(
     rank: int, curve: dict[int, float], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    with_slow_data(monkeypatch, rank, 5.0)
+    with_slow_data(monkeypatch, rank, 15.0)
     found = trained(plan_of(TWO), tmp_path, 6, watch=True, every_steps=2)
     assert found.curve == {step: curve[step] for step in range(1, 7)}
     assert max(step.waited_s for step in found.steps) > 3.0
     assert ("step 5 has waited 1 s for its data; the run ends after 600 s" in found.notes) == (rank == 0)
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_data_that_never_comes_ends_the_run_with_its_state_saved(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -197,7 +198,7 @@ def test_a_signal_in_the_start_ends_the_run_at_once(
         assert found.saved_steps == [found.steps[-1].number] if list(found.steps) else not found.saved_steps
     except Stopped as error:
         assert error.exit_code == 143 and not list(found.steps)
-    assert time.monotonic() - told[0] < 15 and not active_children()
+    assert time.monotonic() - told[0] < 60 and not active_children()
     os.wait()
 
 

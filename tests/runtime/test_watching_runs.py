@@ -21,6 +21,7 @@ def seen(folder: Path) -> RunProgress:
     return progress_of(read_run(folder), time.time())
 
 
+@pytest.mark.slow
 def test_a_run_is_seen_to_go_on_and_to_be_killed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_tiny(tmp_path)
     (folder := tmp_path / "run").mkdir()

@@ -239,6 +239,7 @@ def test_a_vendors_layout_answers_no_length_that_is_more_than_twice_another():
         assert isinstance(vendor_answer(replace(request, workload=work), fastest), Answer)
 
 
+@pytest.mark.slow
 def test_a_vendors_layout_that_does_not_fit_is_shown_and_not_written():
     request = replace(ask("llama3-70b", "trn1.32xlarge", 16), memory_bytes=2**30)
     fastest = plan_at(request, Candidate.parse("tp=32,pp=8", 512))
@@ -282,7 +283,7 @@ def test_a_layout_that_does_not_fit_as_asked_says_what_it_needs_as_documented_an
     assert isinstance(so, Answer) and not so.against and so.plan.kernels == "mcore"
 
 
-@pytest.mark.parametrize("name", ["tiny-llama", "llama3-8b"])
+@pytest.mark.parametrize("name", rest_is_slow(["tiny-llama", "llama3-8b"], 0, 2))
 def test_on_gpus_fsdp_is_an_answer_near_the_best_of_its_kind(name: str):
     request = replace(ask(name, "h100-80"), pins={"mbs": 1})
     answers = answers_of(request, search(request, 2, simple_within=DOUBT))
@@ -297,7 +298,8 @@ def test_on_gpus_fsdp_is_an_answer_near_the_best_of_its_kind(name: str):
 
 
 @pytest.mark.parametrize(
-    ("cluster", "pins"), [("trn1.32xlarge", ""), ("local", ""), ("h100-80", "tp=2"), ("h100-80", "zero=1")]
+    ("cluster", "pins"),
+    rest_is_slow([("trn1.32xlarge", ""), ("h100-80", "zero=1"), ("local", ""), ("h100-80", "tp=2")], 2, 2),
 )
 def test_elsewhere_and_where_pins_exclude_it_there_is_no_fsdp(cluster: str, pins: str):
     request = ask("tiny-llama", cluster, pins=",".join(filter(None, ["mbs=1,cp=1", pins])))

@@ -102,6 +102,7 @@ def test_it_is_chosen_for_a_gain_beyond_the_doubt_and_the_answer_says_so():
     assert f"nobody has measured {builder} on any platform" in remark and "more than 10% slower" in remark
 
 
+@pytest.mark.slow
 def test_where_1f1b_is_too_slow_a_schedule_that_was_measured_elsewhere_comes_before_one_that_nobody_measured():
     asked = question(12)
     answer = search(asked, 3, simple_within=DOUBT)
@@ -154,6 +155,7 @@ def test_kinds_are_added_that_none_of_the_plans_is_of():
         assert kinds_to_add([sharded, chunks], has_fsdp=has_fsdp) == []
 
 
+@pytest.mark.slow
 def test_a_plan_of_another_kind_stands_beside_plans_of_one_kind():
     request = ask("tiny-llama", ranks=4, pins="mbs=8", global_batch=64)
     answer = search(request, 3, simple_within=DOUBT)
@@ -224,7 +226,7 @@ def experts(imbalance: float, pins: str) -> SearchResult:
     return search(replace(asked, workload=replace(asked.workload, expert_imbalance=imbalance)), 1, simple_within=DOUBT)
 
 
-@pytest.mark.parametrize(("now", "other", "kind"), rest_is_slow([(0.5, "0", "with"), (0.0, "0.5", "without")]))
+@pytest.mark.parametrize(("now", "other", "kind"), rest_is_slow([(0.5, "0", "with"), (0.0, "0.5", "without")], 0, 2))
 def test_an_imbalance_of_experts_that_turns_the_choice_is_named(now: float, other: str, kind: str):
     asked = experts(now, "")
     assert (
@@ -238,6 +240,7 @@ def test_an_imbalance_of_experts_that_turns_the_choice_is_named(now: float, othe
     assert float(seconds[3]) / 1000 > time_s(asked.plans[0])
 
 
+@pytest.mark.slow
 def test_what_is_pinned_or_the_same_for_all_is_no_hinge():
     assert not experts(0.5, ",ep=1").hinge and not experts(0.5, ",ep=2").hinge
     assert not search(ask("tiny-llama", ranks=4, pins="mbs=8", global_batch=64), 1, simple_within=DOUBT).hinge

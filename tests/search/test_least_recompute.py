@@ -44,7 +44,7 @@ def lowerings(case):
     return pricer, pricer.priced(space, cutting, {space.base.cp_order: np.arange(space.num_layouts)}, apart=True)
 
 
-@pytest.mark.parametrize("case", rest_is_slow(CASES, 1))
+@pytest.mark.parametrize("case", rest_is_slow(CASES, 0, 2))
 def test_no_recompute_takes_or_keeps_less_than_its_bound(case):
     pricer, parts = lowerings(case)
     for part in parts:
@@ -58,7 +58,7 @@ def test_no_recompute_takes_or_keeps_less_than_its_bound(case):
             assert (bound.pass_s >= 0.75 * layer.pass_s).all()  # and not much less
 
 
-@pytest.mark.parametrize("case", rest_is_slow(CASES, 1))
+@pytest.mark.parametrize("case", rest_is_slow(CASES, 0, 2))
 def test_layouts_in_one_piece_have_the_bounds_that_they_have_in_parts(case):
     pricer, parts = lowerings(case)
     assert len(parts) > 1

@@ -197,8 +197,8 @@ def usual(point: Candidate) -> Candidate:
             ask("tiny-mixtral", ranks=2, global_batch=4, pins="mbs=1"),
             ask("llama3-8b", "trn1.32xlarge", pins="tp=8,pp=4,mbs=1", global_batch=4),
         ],
-        1,
-        2,
+        0,
+        3,
     ),
     ids=["tiny-llama", "tiny-mixtral", "trn1"],
 )

@@ -101,6 +101,7 @@ def test_the_least_number_of_nodes_that_works_is_named():
         assert bool(search(asked, nearest=False).plans) == (count == least)
 
 
+@pytest.mark.slow
 def test_three_times_a_power_of_two_is_a_number_of_nodes_that_is_tried():
     request = ask("llama3.1-405b", "trn1.32xlarge", 8)
     assert list(remedies(request, search(request))) == ["--nodes 24"], "21 to 23 divide neither layers nor heads well"

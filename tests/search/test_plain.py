@@ -46,12 +46,14 @@ def test_of_a_frontier_that_is_stopped_nothing_is_promised():
     assert len(edge.plans) == 1 and edge.gap == 1.0 and edge.ended == "stopped after a moment"
 
 
+@pytest.mark.slow
 def test_a_plain_plan_is_at_most_twice_as_slow_as_the_best():
     best = search(TINY).plans[0]
     plain = plain_plan(TINY)
     assert plain and time_s(best) <= time_s(plain) <= 2 * time_s(best)
 
 
+@pytest.mark.slow
 def test_a_search_that_ends_in_time_does_not_show_the_plain_plan():
     limited = replace(TINY, effort=replace(TINY.effort, at_once=True))
     assert search(limited).plans == search(TINY).plans
@@ -63,6 +65,7 @@ def test_what_is_pinned_is_kept_and_where_nothing_fits_there_is_no_plain_plan():
     assert plain_plan(ask("llama3-70b", "h100-80")) is None
 
 
+@pytest.mark.slow
 def test_pinned_tensors_leave_the_answer_to_the_search():
     pinned = replace(TINY, layouts=pins_of({"layer.up.weight": "[ffn/tp, hidden]"}, "--pin"), pins={"tp": 2, "pp": 1})
     assert plain_plan(pinned) is None

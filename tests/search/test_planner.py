@@ -36,6 +36,7 @@ EVEN = ask(
 )  # else zb_v, of which not all is proven
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     rest_is_slow([*QUICK, *(name for name in QUESTIONS if name not in QUICK)], len(QUICK), 2),
@@ -74,8 +75,8 @@ SHORT = ask("llama3-8b", "trn1.32xlarge", pins="cp=1", global_batch=256)
             (replace(EVEN, workload=replace(EVEN.workload, expert_imbalance=0.0), memory_bytes=2.27e9), 1e-9),
             (replace(SHORT, model=replace(load_model("llama3-8b"), num_layers=12), memory_bytes=8e9), 3e-4),
         ],
-        1,
-        2,
+        0,
+        3,
     ),
     ids=["tiny-llama", "little memory", "stages that recompute"],
 )
@@ -97,7 +98,7 @@ LEAVES_OPEN = [
 ]
 
 
-@pytest.mark.parametrize("request_", rest_is_slow(LEAVES_OPEN))
+@pytest.mark.parametrize("request_", rest_is_slow(LEAVES_OPEN, 0))
 def test_a_search_that_leaves_points_open_says_by_how_much_the_best_may_be_faster(request_: Request):
     best = search(replace(request_, effort=EVERYTHING)).certificate
     num_open: list[int] = []
@@ -154,7 +155,7 @@ STOPPED = [
 ]
 
 
-@pytest.mark.parametrize("request_", rest_is_slow(STOPPED))
+@pytest.mark.parametrize("request_", rest_is_slow(STOPPED, 0, 2))
 def test_a_search_that_is_stopped_anywhere_says_what_is_true(request_: Request):
     whole, calls, first = search(request_).certificate, 0, 0
     assert whole.stopped == ""
@@ -183,7 +184,9 @@ def test_a_search_that_is_stopped_anywhere_says_what_is_true(request_: Request):
         [
             ask("tiny-llama", global_batch=1, pins="tp=1,dp=1"),
             ask("llama2-7b", "a100-80", pins="tp=1,pp=1", seq_len=32768),
-        ]
+        ],
+        0,
+        2,
     ),
     ids=["local", "GPUs"],
 )
@@ -306,6 +309,7 @@ def test_two_terms_of_one_name_are_refused():
 SIZES = [ask("llama3-8b", "trn1.32xlarge", nodes, pins="tp=8,cp=1,mbs=1") for nodes in (1, 2)]
 
 
+@pytest.mark.slow
 def test_no_plan_betters_another_and_each_is_the_fastest_of_its_size_and_memory(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(module, "_STEP", 0.3)
     found = frontier(SIZES)

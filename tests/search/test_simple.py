@@ -158,6 +158,7 @@ def test_asking_for_a_simple_plan_changes_no_other_answer(pins: str):
     assert both.simple and time_s(both.simple) <= 1.02 * time_s(plain.plans[0]) and plain.simple is None
 
 
+@pytest.mark.slow
 def test_a_search_that_is_stopped_says_that_no_simpler_plan_was_looked_for():
     request = ask("tiny-llama", ranks=4, pins="mbs=2", global_batch=8)
     assert search(request).simple_ended

@@ -110,6 +110,7 @@ def test_what_cannot_be_read_is_said_with_its_option(plan: Plan, text: str):
         why_not(plan, text, calibration_of(plan))
 
 
+@pytest.mark.slow
 def test_runners_up_are_others_and_more_memory_never_slows(plan: Plan):
     beside = alternatives(plan, calibration_of(plan))
     assert beside.unlimited_s <= time_s(plan) * (1 + 1e-9)

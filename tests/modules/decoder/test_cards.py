@@ -44,7 +44,7 @@ def of_card(name: str, device: str = "meta", **changes: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    "name", rest_is_slow([*OF_EACH_KIND, *(name for name in model_names() if name not in OF_EACH_KIND)], 4, 8)
+    "name", rest_is_slow([*OF_EACH_KIND, *(name for name in model_names() if name not in OF_EACH_KIND)], 2, 4)
 )
 def test_each_card_is_found_in_the_code_of_transformers(name: str):
     model, card = read_decoder(of_card(name), name=name, source="its code"), load_model(name)
@@ -217,6 +217,7 @@ def capped(_: nn.Module, query: Any, key: Any, value: Any, *__: Any, **___: Any)
     return (scores.softmax(-1) @ value).transpose(1, 2), None
 
 
+@pytest.mark.slow
 def test_code_that_does_more_than_its_config_says_is_planned_by_its_operations():
     import transformers
 
@@ -229,6 +230,7 @@ def test_code_that_does_more_than_its_config_says_is_planned_by_its_operations()
     assert any(note.startswith(said) for note in traced.unlifted)
 
 
+@pytest.mark.slow
 def test_code_that_is_refused_says_how_it_differs_from_its_card():
     module = of_card("tiny-deepseek", num_hidden_layers=3)
     set_in(f"{TWO}.self_attn", "scaling", 0.1)(module)
@@ -252,6 +254,7 @@ def test_a_module_with_numbers_is_compared_with_its_constants_and_stays_as_it_is
     )
 
 
+@pytest.mark.slow
 def test_inputs_beside_tokens_are_not_taken_for_those_of_a_card():
     module, tokens = of_card("tiny-llama", "cpu"), torch.zeros(2, 24, dtype=torch.int64)
     assert read_decoder(module, inputs={"input_ids": tokens}).traced is None

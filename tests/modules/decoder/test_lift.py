@@ -55,12 +55,13 @@ def test_dropout_that_code_adds_is_said():
     assert traced and "dropout in training is not in the plan (model.layers.0.mlp.act_fn.1: 0.25)" in traced.unlifted
 
 
-@pytest.mark.parametrize("name", rest_is_slow(EXPERTS, 1, 2))
+@pytest.mark.parametrize("name", rest_is_slow(EXPERTS, 0, 3))
 def test_experts_are_found_however_they_are_computed(name: str):
     found = known(name)
     assert (found.num_experts, found.experts_per_token, found.widths[0]) == (4, 2, 16 if "Qwen" in name else 88)
 
 
+@pytest.mark.slow
 def test_a_shared_expert_is_as_wide_as_it_is():
     assert known("Qwen2-MoE, with a shared expert").widths == (16, 32)
 
@@ -98,7 +99,7 @@ NOTES: Mapping[str, tuple[str, ...]] = {
 }
 
 
-@pytest.mark.parametrize("name", rest_is_slow(["Gemma 2", "StableLM", "Phi-3", "OLMo 2", "Cohere"], 2, 3))
+@pytest.mark.parametrize("name", rest_is_slow(["StableLM", "Gemma 2", "Phi-3", "OLMo 2", "Cohere"], 1, 4))
 def test_what_is_not_in_the_plan_is_said(name: str):
     model = known(name)
     assert model.traced and model.traced.unlifted == NOTES[name]
@@ -114,6 +115,7 @@ def test_the_table_of_the_documentation_is_what_is_found(section_of_any_module: 
     section_of_any_module("decoders", rows)
 
 
+@pytest.mark.slow
 def test_a_window_that_all_layers_have_is_theirs():
     model = known("Gemma 3")
     attends = [op.kind for op in graph_of(model).block("layer").select("micro_batch", "F") if op.name == "attend"]

@@ -99,8 +99,9 @@ def typed(capsys: pytest.CaptureFixture[str]) -> Shown:
     return run
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "card"), [("of_a_card", "tiny-llama"), ("of_gpt_oss", "tiny-gpt-oss")])
+@pytest.mark.parametrize(
+    ("name", "card"), rest_is_slow([("of_a_card", "tiny-llama"), ("of_gpt_oss", "tiny-gpt-oss")], 0)
+)
 def test_code_that_a_card_says_is_planned_as_the_card_is(name: str, card: str, typed: Shown):
     sizes = "--cluster local --ranks 4 --seq-len 64 --json --fix pp=1,mbs=1"
     code, of_code, _ = typed(f"plan --module mine.py:{name} {sizes} --out code.json")
@@ -118,7 +119,7 @@ def of_its_own(plan: Any) -> dict[str, Any]:
     return {key: plan[key] for key in ("model", "prediction", "provenance")}
 
 
-@pytest.mark.parametrize("name", rest_is_slow(["own", "phi", "gemma", "summed"], 1, 2))
+@pytest.mark.parametrize("name", rest_is_slow(["own", "phi", "gemma", "summed"], 0, 2))
 def test_code_that_no_card_says_is_searched_explained_and_proven(name: str, typed: Shown):
     asked = "--cluster local --ranks 8 --seq-len 32 --global-batch 16 --fix tp=2,pp=2,dp=2 --out plan.json"
     code, out, err = typed(f"plan --module mine.py:{name} {asked}")
@@ -132,6 +133,7 @@ def test_code_that_no_card_says_is_searched_explained_and_proven(name: str, type
     assert code == 0 and "weights" in out
 
 
+@pytest.mark.slow
 def test_code_that_changes_after_it_was_planned_is_told(typed: Shown):
     typed("plan --module mine.py:own --cluster local --ranks 2 --seq-len 32 --fix tp=2 --out plan.json")
     assert typed("verify plan.json --module mine.py:own")[0] == 0
@@ -141,6 +143,7 @@ def test_code_that_changes_after_it_was_planned_is_told(typed: Shown):
     assert code == 1 and "the code of mine.py:own has changed: num_layers was 2 and is 3. Plan again" in words
 
 
+@pytest.mark.slow
 def test_an_edited_line_of_a_model_shows(typed: Shown):
     typed("plan --module mine.py:own --cluster local --ranks 2 --seq-len 32 --fix tp=2 --out plan.json")
     text = Path("plan.json").read_text()
@@ -155,6 +158,7 @@ def test_a_function_may_give_inputs_and_look_at_numbers():
     assert decoder_of("mine.py:with_inputs").num_layers == decoder_of("mine.py:looks_at_numbers", 32).num_layers == 2
 
 
+@pytest.mark.slow
 def test_a_module_at_hand_is_read_and_planned_and_stays_as_it_is():
     module: Any = FAMILIES["StableLM"]()
     module.config.use_cache = True

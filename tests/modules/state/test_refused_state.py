@@ -211,6 +211,7 @@ def in_every_step() -> list[str]:
     return [str(one.message) for one in told if "kinds of calls" in str(one.message)]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 def test_what_changes_in_every_step_is_named():
     for found in on_ranks(2, in_every_step, replaced=[("autoshard.modules.sharded", "_MANY", 3)]):

@@ -10,6 +10,7 @@ import torch
 from autoshard.layout.shards import Executor
 from tests.conftest import Typed
 from tests.modules.training.own_decoders import Gpt
+from tests.slower import rest_is_slow
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 SOURCE = """
@@ -60,6 +61,7 @@ def losses(folder: str) -> dict[int, float]:
     return {step["step"]: step["loss"] for step in map(json.loads, lines)}
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_a_run_goes_on_under_another_plan_and_ends_in_the_module(typed: Typed):
     assert typed(f"plan --module mine.py:gpt {ASKED} --fix tp=2 --out wide.json")[0] == 0
@@ -87,11 +89,14 @@ def test_a_run_goes_on_under_another_plan_and_ends_in_the_module(typed: Typed):
 
 @pytest.mark.parametrize(
     ("name", "why"),
-    [
-        ("frozen", "places.weight: is frozen"),
-        ("centred", "joins tokens of several sequences"),
-        ("counted", "seen: is a buffer that forward changes"),
-    ],
+    rest_is_slow(
+        [
+            ("frozen", "places.weight: is frozen"),
+            ("centred", "joins tokens of several sequences"),
+            ("counted", "seen: is a buffer that forward changes"),
+        ],
+        slow=2,
+    ),
 )
 def test_what_no_run_can_train_is_said_when_it_is_planned_and_refused_when_it_is_run(name: str, why: str, typed: Typed):
     code, out, err = typed(f"plan --module mine.py:{name} {ASKED} --fix dp=2")
@@ -101,6 +106,7 @@ def test_what_no_run_can_train_is_said_when_it_is_planned_and_refused_when_it_is
     assert not Path("runs").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_code_that_changed_after_it_was_planned_is_not_run(typed: Typed):
     assert typed(f"plan --module mine.py:gpt {ASKED} --fix dp=2")[0] == 0
@@ -114,6 +120,7 @@ def test_code_that_changed_after_it_was_planned_is_not_run(typed: Typed):
     assert code == 2 and "code.fingerprints.head: is of other code than mine.py:gpt is now, or" in err
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_an_edited_line_of_the_code_is_refused_with_the_line_that_would_be_right(typed: Typed):
     assert typed(f"plan --module mine.py:gpt {ASKED} --fix tp=2 --out plan.json")[0] == 0
@@ -126,6 +133,7 @@ def test_an_edited_line_of_the_code_is_refused_with_the_line_that_would_be_right
     assert code == 2 and f"code.strategies.layer.{name}" in err
 
 
+@pytest.mark.slow
 def test_a_plan_that_does_not_say_where_its_code_is_is_not_run(typed: Typed):
     assert typed(f"plan --module mine.py:gpt {ASKED} --fix dp=2")[0] == 0
     path = Path("plan.json")
@@ -138,6 +146,7 @@ def test_a_plan_that_does_not_say_where_its_code_is_is_not_run(typed: Typed):
     )
 
 
+@pytest.mark.slow
 def test_the_layouts_of_code_are_proven_on_virtual_ranks_and_a_wrong_sum_is_found(
     typed: Typed, monkeypatch: pytest.MonkeyPatch
 ):
@@ -157,6 +166,7 @@ def test_the_layouts_of_code_are_proven_on_virtual_ranks_and_a_wrong_sum_is_foun
     assert code == 1 and max(block["error"] for block in json.loads(out)["code"]["blocks"]) > 1e-3
 
 
+@pytest.mark.slow
 def test_ranks_are_tried_out_without_numbers(typed: Typed):
     assert typed(f"plan --module mine.py:gpt {ASKED} --fix pp=2")[0] == 0
     code, out, err = typed("run plan.json --dry-run")

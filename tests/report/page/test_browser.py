@@ -16,6 +16,7 @@ from autoshard.report.page.elements import tag
 from autoshard.units import format_seconds
 from tests.report.page.browser import PROGRAM, Tab, browser
 from tests.report.page.pages import QUESTIONS, page_of, plan_named, written_page
+from tests.slower import covering
 
 pytestmark = [
     pytest.mark.slow,
@@ -44,8 +45,7 @@ def seen(tab: Tab) -> tuple[float, float]:
     return box[0] / units, box[1] / units
 
 
-@pytest.mark.parametrize("width", [1280, 400])
-@pytest.mark.parametrize("name", QUESTIONS)
+@pytest.mark.parametrize(("name", "width"), covering(QUESTIONS, [1280, 400]))
 def test_a_page_opens_without_a_word_on_the_console_and_fits_its_window(
     name: str, width: int, tab: Tab, tmp_path: Path
 ):

@@ -42,7 +42,7 @@ def at(data: Any, path: str) -> Any:
     return at(data[key], path.removeprefix(key).removeprefix("."))
 
 
-@pytest.mark.parametrize("name", rest_is_slow(["small", "dense", "experts", "long"], 2, 2))
+@pytest.mark.parametrize("name", rest_is_slow(["small", "dense", "experts", "long"], 1, 3))
 def test_every_figure_of_a_page_is_the_one_of_its_json(name: str):
     text, data = page_of(plan_named(name))
     page = read(text)
@@ -137,6 +137,7 @@ def test_a_step_of_many_actions_is_drawn_at_its_ends_and_says_so():
     assert f"the first and the last {keep} actions" in drawn and "explain --trace" in drawn
 
 
+@pytest.mark.slow
 def test_several_plans_are_drawn_on_one_axis_and_each_is_compared_with_the_first():
     fast, other, third = (plan_named("small", name) for name in ("fastest", "2", "3"))
     html, data = page_of(fast, other, third)
@@ -184,6 +185,7 @@ def test_a_short_drawing_shows_every_action_outside_its_cut_in_its_place(name: s
     assert "The hatched part stands for" in drawn.whole_text
 
 
+@pytest.mark.slow
 def test_the_head_says_one_sentence_and_a_run_comes_first():
     plan = plan_named("dense")
     assert plan.prediction

@@ -41,6 +41,7 @@ def with_value(line: str, name: str, text: str) -> str:
     return f"{{{', '.join(entries)}}}"
 
 
+@pytest.mark.slow
 @given(st.data())
 def test_a_run_is_shown_whatever_stands_in_a_line(data: st.DataObject) -> None:
     with tempfile.TemporaryDirectory() as name:

@@ -70,7 +70,7 @@ def loaded(plan: Plan, first: Path, rates: LoadRates, folder: Path) -> tuple[str
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("text", rest_is_slow(LAYOUTS, 2, 3))
+@pytest.mark.parametrize("text", rest_is_slow(LAYOUTS, 1, 3))
 def test_boxes_that_are_read_once_fill_the_same_bits(text: str, first: Path, tmp_path: Path) -> None:
     plan = plan_for(text, first)
     each = on_ranks(4, loaded, plan, first, EACH, tmp_path)

@@ -25,7 +25,7 @@ def exact(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("text", rest_is_slow(SAME))
+@pytest.mark.parametrize("text", rest_is_slow(SAME, 0))
 def test_the_second_resume_is_as_exact_as_the_first(text: str, tmp_path: Path) -> None:
     plan = plan_of(text)
     whole = trained(plan, tmp_path / "whole", 5)
@@ -37,7 +37,7 @@ def test_the_second_resume_is_as_exact_as_the_first(text: str, tmp_path: Path) -
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("texts", rest_is_slow([(OTHERS[::2],), (OTHERS,)]))
+@pytest.mark.parametrize("texts", rest_is_slow([(OTHERS,), (OTHERS[::2],)], 0))
 def test_any_other_plan_follows_the_same_curve(texts: Sequence[str], exact: dict[int, float], tmp_path: Path) -> None:
     found: dict[int, float] = {}
     for number, text in enumerate(texts, 1):
@@ -46,7 +46,7 @@ def test_any_other_plan_follows_the_same_curve(texts: Sequence[str], exact: dict
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("damage", rest_is_slow(["flip", "no index", "cut", "missing file", "cut index"]))
+@pytest.mark.parametrize("damage", rest_is_slow(["flip", "no index", "cut", "missing file", "cut index"], 0, 2))
 def test_a_damaged_checkpoint_is_passed_over(damage: str, exact: dict[int, float], tmp_path: Path) -> None:
     plan = plan_of("tp=1,pp=1,dp=2")
     trained(plan, tmp_path, 4, build=Double, every_steps=2)
@@ -68,6 +68,7 @@ def test_a_damaged_checkpoint_is_passed_over(damage: str, exact: dict[int, float
     np.testing.assert_allclose([found.curve[step] for step in (3, 4, 5)], wanted, rtol=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_a_run_goes_back_to_a_step_that_is_named_and_on_from_there(tmp_path: Path) -> None:
     """Steps beside those that are kept for good are removed, of the course that the run has left too."""
@@ -85,6 +86,7 @@ def test_a_run_goes_back_to_a_step_that_is_named_and_on_from_there(tmp_path: Pat
     assert sorted(one.name for one in folder.iterdir()) == [f"step-{step:08}" for step in (kept, kept + 1)]
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_other_models_and_places_without_a_whole_checkpoint_are_refused(tmp_path: Path) -> None:
     plan = plan_of("tp=1,pp=1,dp=1")
@@ -108,6 +110,7 @@ class Overflowing(Double):
         return super().step(micro_batches, learning_rate, allows)
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_numbers_that_are_not_finite_end_the_run_before_they_are_in_the_weights(tmp_path: Path) -> None:
     plan = plan_of("tp=1,pp=1,dp=2")
@@ -120,6 +123,7 @@ def test_numbers_that_are_not_finite_end_the_run_before_they_are_in_the_weights(
     assert again.started.step == 2 and np.isfinite(list(again.curve.values())).all()
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_or_their_step_is_skipped_while_some_may_be(tmp_path: Path) -> None:
     plan = plan_of("tp=1,pp=1,dp=2")

@@ -231,7 +231,7 @@ def counting(compute: Callable[..., torch.Tensor], sizes: list[int]) -> Callable
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("family", "text"), rest_is_slow(zip(reversed(FAMILIES), LAYOUTS, strict=True)))
+@pytest.mark.parametrize(("family", "text"), rest_is_slow(zip(reversed(FAMILIES), LAYOUTS, strict=True), 0))
 def test_a_run_begins_as_from_the_twin(family: str, text: str, pairs: Mapping[str, tuple[Path, Path]]) -> None:
     plan = plan_for(pairs[family][1], text)
     found = [on_ranks(plan.mesh.num_ranks, first_step, plan, folder) for folder in pairs[family]]

@@ -9,6 +9,7 @@ from hypothesis import given, strategies as st
 
 from autoshard.errors import RunFailed
 from autoshard.runtime.data.batches import PrefetchLoader, Samples, StepShape, SyntheticTokens, batches
+from tests.runtime.cases import wait_until
 
 TOKENS = SyntheticTokens(seq_len=50, vocab=11, seed=4)
 SHAPE = StepShape(num_micro_batches=3, micro_batch=2)
@@ -75,25 +76,26 @@ def test_steps_come_in_order_and_their_state_is_one_number() -> None:
 
 
 class Slow:
-    def __init__(self, fails_at: int = 10**9) -> None:
+    def __init__(self, fails_at: int = 10**9, takes_s: float = 0.05) -> None:
         self.asked: list[int] = []
-        self.fails_at = fails_at
+        self.fails_at, self.takes_s, self.num_read = fails_at, takes_s, 0
 
     def samples(self, first: int, count: int) -> Samples:
         self.asked.append(first)
         if first >= self.fails_at:
             raise RunFailed("x.bin: ends too early")
-        time.sleep(0.05)
+        time.sleep(self.takes_s)
+        self.num_read += 1
         return TOKENS.samples(first, count)
 
 
 def test_the_next_steps_are_made_while_one_runs_but_not_without_end() -> None:
-    source = Slow()
+    source = Slow(takes_s=0.5)
     with PrefetchLoader(source, SHAPE) as loader:
         loader.next()
-        time.sleep(0.5)  # a step
+        wait_until(lambda: source.num_read >= 3, "the next step and the one after it are read")
         waited_s = loader.next().waited_s
-    assert waited_s < 0.04, "less than the 0.05 s that it takes to make"
+    assert waited_s < 0.4, "less than the 0.5 s that it takes to make"
     assert len(source.asked) <= 6
     loader.close()
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("loader")]

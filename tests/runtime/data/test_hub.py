@@ -61,6 +61,7 @@ def refusal(types: Types, *words: str, **settings: str) -> str:
     return said
 
 
+@pytest.mark.slow
 def test_a_set_and_a_tokenizer_of_a_hub_are_downloaded(tmp_path: Path) -> None:
     files = {f"me/tok/{path.name}": path.read_bytes() for path in write_tokenizer(tmp_path / "tokenizer").iterdir()}
     with serving(Hub(files=files | {DATA: LINES})) as hub, user(hub, tmp_path) as types:
@@ -84,6 +85,7 @@ REFUSALS = [
 ]
 
 
+@pytest.mark.slow
 def test_a_refused_set_or_tokenizer_is_one_message_with_the_remedy(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("text")
     with serving(Hub(files={DATA: LINES})) as hub, user(hub, tmp_path) as types:

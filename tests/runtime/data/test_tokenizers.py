@@ -78,6 +78,7 @@ def test_messages_are_checked(messages, said: str) -> None:
         messages_of(messages, "messages")
 
 
+@pytest.mark.slow
 @given(text=st.text())
 def test_bytes_are_the_text_and_an_end(text: str) -> None:
     (tokens,) = ByteTokenizer().documents([text])
