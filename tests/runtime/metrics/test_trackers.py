@@ -214,6 +214,7 @@ def history(found: list[dict[str, Any]]) -> dict[int, Any]:
     return {one["history"]["item"]["_step"]: one["history"]["item"]["loss"] for one in found if "history" in one}
 
 
+@pytest.mark.slow
 def test_wandb_without_a_key_keeps_a_run_that_is_continued_under_one_id(tmp_path: Path) -> None:
     _, (found, later) = on_wandb(tmp_path, "1-12,11-20")
     (run,), (again,) = ([record["run"] for record in part if "run" in record] for part in (found, later))
@@ -249,6 +250,7 @@ def test_wandb_with_a_wrong_key_or_server_keeps_the_run_offline(settings: dict[s
     assert history(found)[3] == 1 / 3
 
 
+@pytest.mark.slow
 def test_wandb_of_a_run_that_was_killed_early_gets_its_steps_after_the_next_start(tmp_path: Path) -> None:
     on_wandb(tmp_path, "1-25", "a-file", code=-9)
     _, (first, later) = on_wandb(tmp_path, "21-30")
