@@ -60,6 +60,11 @@ class ModuleCall:
             autocast=torch.get_autocast_dtype(device) if casts else None,
         )
 
+    @property
+    def setting(self) -> tuple[Any, ...]:
+        """What it depends on beside arguments and attributes."""
+        return self.modes, self.trained, self.autocast, torch.is_grad_enabled()
+
     def serves(self, later: "ModuleCall") -> bool:
         """Say whether what was traced for this call computes a later call, which may need fewer gradients."""
         names = (field.name for field in fields(self) if field.name != "with_gradient")

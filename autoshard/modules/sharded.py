@@ -1,7 +1,6 @@
 """A module of torch that runs on all ranks of a mesh: forward and backward of its sharded program in one function."""
 
 import hashlib
-import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,27 +11,31 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._pytree import TreeSpec
 
-from autoshard.errors import InputError, require
+from autoshard.errors import require
 from autoshard.layout.layout import Layout
 from autoshard.modules.export import ExportedModule, ModuleCall, flattened
 from autoshard.modules.fingerprint import block_hash
 from autoshard.modules.region import Positions
+from autoshard.modules.running.batches import is_local, local_axes
+from autoshard.modules.running.calls import RankInputs
 from autoshard.modules.running.capturing import PassCapture
 from autoshard.modules.running.functions import FunctionWriter
+from autoshard.modules.running.loops import format_of_accelerate, in_fp32
+from autoshard.modules.running.meshes import cluster_of, device_mesh_of
 from autoshard.modules.running.rank_program import RankProgram, local_shape
 from autoshard.modules.running.runner import RankRunner
-from autoshard.modules.shard import Inputs, ModuleSharding, shard_module, sharding_of, sizes_of
+from autoshard.modules.shard import Inputs, ModuleSharding, shard_module, sharding_of
 from autoshard.modules.state.tree import ModuleTree, tree_of
 from autoshard.plan.module_plan import ModulePlan, load_module_plan
 from autoshard.run.protocol import HOST, EngineMode
 from autoshard.spec.cluster import Cluster
-from autoshard.spec.cluster_catalogue import load_cluster
 
 _MANY = 8
+_MOST_COMPARED = 62  # programs, of which a number of 63 bits says which fit
 _TOO_MANY = f"the module was traced for {_MANY} kinds of calls, which takes time and memory; pad inputs to fewer shapes"
 _PRECISIONS = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp32"}
 
@@ -51,9 +54,10 @@ def shard(
 
     Every rank calls this with the same module, example inputs and mesh: one to three axes of any names with their
     sizes, or a DeviceMesh. The module keeps its paths of parameters and its results; its parameters become DTensors.
-    It takes the whole batch on every rank, and computes its part. ``cluster`` says on what prices are based, other
-    ``options`` are those of ``shard_module``; a ``plan`` that it has saved is executed as it is. With ``compile`` what
-    a rank computes between two collectives is compiled at the first call.
+    It takes the whole batch on every rank, and computes its part; with ``batch="local"`` each rank along the first axis
+    brings its part of a batch, and ``batch="local:data.model"`` names other axes. ``cluster`` says on what prices are
+    based, other ``options`` are those of ``shard_module``; a ``plan`` that it has saved is executed as it is. With
+    ``compile`` what a rank computes between two collectives is compiled at the first call.
     """
     kind = type(module)
     require((issubclass(kind, torch.nn.Module), "module", f"must be a torch.nn.Module, not a {kind.__name__}"))
@@ -65,7 +69,7 @@ def shard(
             "has a forward of its own that hides that of its class; make it a class",
         ),
     )
-    device_mesh = _device_mesh(module, mesh)
+    device_mesh = device_mesh_of(module, mesh)
     names, count = device_mesh.mesh_dim_names, device_mesh.size()
     assert names, "a mesh without names is refused"
     dtype = next((parameter.dtype for parameter in module.parameters() if parameter.is_floating_point()), torch.float32)
@@ -75,6 +79,12 @@ def shard(
         (is_priced, "cluster", "is local, with prices of a CPU; name that of these devices (autoshard list clusters)")
     )
     sizes = dict(zip(names, device_mesh.shape, strict=True))
+    axes = local_axes(options.pop("batch"), names) if is_local(options.get("batch")) else ()
+    rank_inputs = RankInputs.of(device_mesh, axes)
+    if axes and rank_inputs:
+        inputs = rank_inputs.examples(module, inputs)
+    if axes and plan is None:
+        options["batch"] = ".".join(axes)
     if plan is not None:
         module_plan = plan if isinstance(plan, ModulePlan) else load_module_plan(Path(plan))
         written, mesh_text = module_plan.mesh, ",".join(f"{name}={size}" for name, size in sizes.items())
@@ -86,14 +96,19 @@ def shard(
     else:
         with _without_numbers(module, type(module), device_mesh.device_type):
             sharding = shard_module(
-                module, inputs, _cluster(cluster, count), sizes, precision=_PRECISIONS[dtype], **options
+                module, inputs, cluster_of(cluster, count), sizes, precision=_PRECISIONS[dtype], **options
             )
         sharding.refuse_unfit()
-    return run_on(module, sharding, device_mesh, mode="compiled" if compile else "generated")
+    return run_on(module, sharding, device_mesh, mode="compiled" if compile else "generated", rank_inputs=rank_inputs)
 
 
 def run_on(
-    module: torch.nn.Module, sharding: ModuleSharding, device_mesh: DeviceMesh, *, mode: EngineMode = "generated"
+    module: torch.nn.Module,
+    sharding: ModuleSharding,
+    device_mesh: DeviceMesh,
+    *,
+    mode: EngineMode = "generated",
+    rank_inputs: RankInputs | None = None,  # without it calls of the ranks are not compared
 ) -> torch.nn.Module:
     """Let a module run as it was sharded on the ranks of a mesh; rank 0 gives the values of parameters and buffers."""
     _require_alike(sharding)
@@ -105,25 +120,44 @@ def run_on(
     _place_parameters(module, program, device_mesh)
     kind = type(module)
     module.__class__ = type(f"Sharded{kind.__name__}", (ShardedModule, kind), {"__module__": kind.__module__})
-    object.__setattr__(module, "autoshard", ShardedCalls(kind, RankRunner(program, device_mesh, capture)))
+    object.__setattr__(module, "autoshard", ShardedCalls(kind, RankRunner(program, device_mesh, capture), rank_inputs))
     return module
 
 
 class ShardedModule(torch.nn.Module):
-    """A module whose forward pass is that of its sharded program."""
+    """A module whose forward pass is that of its sharded program.
+
+    A Trainer of transformers need not count tokens: a loss is that of the whole batch.
+    """
 
     autoshard: "ShardedCalls"
+    accepts_loss_kwargs = False
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the sharded program for the whole batch."""
-        return self.autoshard(self, args, kwargs)
+        """Run the sharded program for the batch."""
+        calls = self.autoshard
+        if calls.format is None:
+            return calls(self, args, kwargs)
+        with torch.autocast(calls.first.device_mesh.device_type, dtype=calls.format):
+            results = calls(self, args, kwargs)
+        return in_fp32(results)
+
+    @property
+    def _is_accelerate_prepared(self) -> bool:
+        """Let accelerate wrap it in nothing, and compute as accelerate was asked to."""
+        self.autoshard.format = format_of_accelerate()
+        return True
+
+    @_is_accelerate_prepared.setter
+    def _is_accelerate_prepared(self, _: bool) -> None: ...
 
 
 class ShardedCalls:
     """The programs of a module: for calls that differ in shapes, modes or formats it is traced again."""
 
-    def __init__(self, kind: type[torch.nn.Module], first: RankRunner) -> None:
-        self.kind, self.first, self.runners = kind, first, [first]
+    def __init__(self, kind: type[torch.nn.Module], first: RankRunner, rank_inputs: RankInputs | None) -> None:
+        self.kind, self.first, self.runners, self.rank_inputs = kind, first, [first], rank_inputs
+        self.format: torch.dtype | None = None  # of autocast
         self.signature = first.exported.signature
         self.trees: WeakKeyDictionary[torch.nn.Module, ModuleTree] = WeakKeyDictionary()  # of the module and its copies
 
@@ -134,8 +168,12 @@ class ShardedCalls:
     def __call__(self, module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run the program for a call like this."""
         values, layout = flattened(self.signature, args, kwargs)
-        flat = [value.full_tensor() if isinstance(value, DTensor) else value for value in values]
-        modules = tree_of(module, self.trees)
+        flat: list[Any] = [value.full_tensor() if isinstance(value, DTensor) else value for value in values]
+        modules, rows = tree_of(module, self.trees), None
+        if self.rank_inputs:
+            fits = [runner.exported.state.difference(modules) is None for runner in self.runners[:_MOST_COMPARED]]
+            called, states = (self.signature, layout, flat), sum(fit << number for number, fit in enumerate(fits))
+            flat, rows = self.rank_inputs.agreed(called, ModuleCall.of(modules, layout, ()).setting, states)
         call = ModuleCall.of(modules, layout, flat)
         changed = ""
         for runner in [candidate for candidate in self.runners if candidate.exported.call.serves(call)]:
@@ -144,7 +182,7 @@ class ShardedCalls:
                 break
         else:
             runner = self._added(module, layout, flat, changed or "")
-        results = runner(module, flat)
+        results = runner(module, flat, rows)
         runner.exported.state.note(module)
         return results
 
@@ -251,41 +289,6 @@ def _cut(whole: torch.Tensor, layout: Layout, positions: Positions, program: Ran
     for axis, (start, stop) in enumerate(program.place.bounds(layout)):
         part = part.narrow(axis, start, stop - start)
     return part.reshape(local_shape(program.place, layout, positions))
-
-
-def _device_mesh(module: torch.nn.Module, mesh: DeviceMesh | Mapping[str, int] | str) -> DeviceMesh:
-    """Return the mesh of devices; axes with sizes are laid on the ranks that torchrun has started."""
-    if isinstance(mesh, DeviceMesh):
-        require((mesh.mesh_dim_names is not None, "mesh", "has no names of its axes; give mesh_dim_names"))
-        in_order = mesh.mesh.flatten().tolist() == list(range(dist.get_world_size()))
-        require((in_order, "mesh", "must have all ranks in their order"))
-        return mesh
-    sizes = sizes_of(mesh)
-    device = next((parameter.device.type for parameter in module.parameters()), HOST)
-    if device == "meta":
-        there = torch.accelerator.current_accelerator()
-        has_module = there is not None and hasattr(torch, there.type)  # a backend may have a name and nothing else
-        device = there.type if there and has_module and torch.accelerator.is_available() else HOST
-    try:
-        device_mesh = init_device_mesh(device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-    except (dist.DistNetworkError, dist.DistStoreError):  # enough may run, and have not met
-        raise
-    except (ValueError, RuntimeError) as error:
-        count = math.prod(sizes.values())
-        ranks = dist.get_world_size() if dist.is_initialized() else None  # the mesh has made the group by now
-        remedy = f"start as many: torchrun --nproc-per-node {count} SCRIPT"
-        raise InputError.of("mesh", f"{count} ranks do not run here ({ranks or 'none'} do); {remedy}") from error
-    return device_mesh
-
-
-def _cluster(cluster: Cluster | str, count: int) -> Cluster:
-    if isinstance(cluster, Cluster):
-        return cluster
-    if cluster == "local":
-        return load_cluster("local", ranks=count)
-    node = load_cluster(cluster).num_ranks
-    require((count % node == 0, "cluster", f"{count} ranks do not fill nodes of {cluster}, which have {node}"))
-    return load_cluster(cluster, count // node)
 
 
 def _require_alike(sharding: ModuleSharding) -> None:
