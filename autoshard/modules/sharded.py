@@ -4,6 +4,7 @@ import hashlib
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import wraps
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -119,7 +120,7 @@ def run_on(
     capture = None if mode == "literal" else PassCapture(writer=writer)
     _place_parameters(module, program, device_mesh)
     kind = type(module)
-    module.__class__ = type(f"Sharded{kind.__name__}", (ShardedModule, kind), {"__module__": kind.__module__})
+    module.__class__ = _sharded_class(kind)
     object.__setattr__(module, "autoshard", ShardedCalls(kind, RankRunner(program, device_mesh, capture), rank_inputs))
     return module
 
@@ -150,6 +151,17 @@ class ShardedModule(torch.nn.Module):
 
     @_is_accelerate_prepared.setter
     def _is_accelerate_prepared(self, _: bool) -> None: ...
+
+
+def _sharded_class(kind: type[torch.nn.Module]) -> type[ShardedModule]:
+    """Return the class of sharded modules of a kind, whose forward has the kind's arguments for those who ask."""
+
+    @wraps(kind.forward)
+    def forward(self: ShardedModule, *args: Any, **kwargs: Any) -> Any:
+        return ShardedModule.forward(self, *args, **kwargs)
+
+    attributes = {"__module__": kind.__module__, "forward": forward}
+    return type(f"Sharded{kind.__name__}", (ShardedModule, kind), attributes)
 
 
 class ShardedCalls:
