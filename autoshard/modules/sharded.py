@@ -1,5 +1,6 @@
 """A module of torch that runs on all ranks of a mesh: forward and backward of its sharded program in one function."""
 
+import copy
 import hashlib
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._pytree import TreeSpec
 
-from autoshard.errors import require
+from autoshard.errors import InputError, require
 from autoshard.layout.layout import Layout
 from autoshard.modules.export import ExportedModule, ModuleCall, flattened
 from autoshard.modules.fingerprint import block_hash
@@ -25,8 +26,9 @@ from autoshard.modules.running.batches import is_local, local_axes
 from autoshard.modules.running.calls import RankInputs
 from autoshard.modules.running.capturing import PassCapture
 from autoshard.modules.running.functions import FunctionWriter
-from autoshard.modules.running.loops import format_of_accelerate, in_fp32
+from autoshard.modules.running.loops import format_of_accelerate, in_fp32, told
 from autoshard.modules.running.meshes import cluster_of, device_mesh_of
+from autoshard.modules.running.parts import allow_part_calls, refuse_part_calls
 from autoshard.modules.running.rank_program import RankProgram, local_shape
 from autoshard.modules.running.runner import RankRunner
 from autoshard.modules.shard import Inputs, ModuleSharding, shard_module, sharding_of
@@ -92,10 +94,11 @@ def shard(
         require((written == mesh_text, "plan", f"is for the mesh {written}, not for {mesh_text}"))
         extra_options = {*options} - {"results"}
         require(*((False, name, "is decided by the plan; leave it out") for name in sorted(extra_options)))
-        with _without_numbers(module, type(module), device_mesh.device_type):
+        with _without_numbers(module, type(module), device_mesh.device_type), told(f"traces {kind.__name__}"):
             sharding = sharding_of(module_plan, module, inputs, options.get("results"))
     else:
-        with _without_numbers(module, type(module), device_mesh.device_type):
+        telling = told(f"traces {kind.__name__} and finds its layouts")
+        with _without_numbers(module, type(module), device_mesh.device_type), telling:
             sharding = shard_module(
                 module, inputs, cluster_of(cluster, count), sizes, precision=_PRECISIONS[dtype], **options
             )
@@ -121,6 +124,7 @@ def run_on(
     _place_parameters(module, program, device_mesh)
     kind = type(module)
     module.__class__ = _sharded_class(kind)
+    refuse_part_calls(module)
     object.__setattr__(module, "autoshard", ShardedCalls(kind, RankRunner(program, device_mesh, capture), rank_inputs))
     return module
 
@@ -143,6 +147,23 @@ class ShardedModule(torch.nn.Module):
             results = calls(self, args, kwargs)
         return in_fp32(results)
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        message = "each rank has parts of it, so it is not pickled; save its state (torch.distributed.checkpoint)"
+        raise InputError.of("module", message)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "ShardedModule":
+        make, arguments, state, *_ = super().__reduce_ex__(4)
+        memo[id(self)] = twin = make(*arguments)
+        twin.__setstate__(copy.deepcopy(state, memo))
+        refuse_part_calls(twin)
+        return twin
+
+    def __copy__(self) -> "ShardedModule":
+        make, arguments, state, *_ = super().__reduce_ex__(4)
+        twin = make(*arguments)
+        twin.__setstate__({**state})
+        return twin
+
     @property
     def _is_accelerate_prepared(self) -> bool:
         """Let accelerate wrap it in nothing, and compute as accelerate was asked to."""
@@ -157,6 +178,7 @@ def _sharded_class(kind: type[torch.nn.Module]) -> type[ShardedModule]:
     """Return the class of sharded modules of a kind, whose forward has the kind's arguments for those who ask."""
 
     @wraps(kind.forward)
+    @torch._disable_dynamo  # torch.compile around it would compile what prepares a call, and find nothing else
     def forward(self: ShardedModule, *args: Any, **kwargs: Any) -> Any:
         return ShardedModule.forward(self, *args, **kwargs)
 
@@ -185,7 +207,9 @@ class ShardedCalls:
         if self.rank_inputs:
             fits = [runner.exported.state.difference(modules) is None for runner in self.runners[:_MOST_COMPARED]]
             called, states = (self.signature, layout, flat), sum(fit << number for number, fit in enumerate(fits))
-            flat, rows = self.rank_inputs.agreed(called, ModuleCall.of(modules, layout, ()).setting, states)
+            now = ModuleCall.of(modules, layout, ())
+            setting = now.modes, now.trained, now.autocast, torch.is_grad_enabled()
+            flat, rows = self.rank_inputs.agreed(called, setting, states)
         call = ModuleCall.of(modules, layout, flat)
         changed = ""
         for runner in [candidate for candidate in self.runners if candidate.exported.call.serves(call)]:
@@ -200,7 +224,8 @@ class ShardedCalls:
 
     def _added(self, module: torch.nn.Module, layout: TreeSpec, flat: Sequence[Any], changed: str) -> RankRunner:
         """Trace the module again; its parameters stay where they are."""
-        with _without_numbers(module, self.kind, self.first.device_mesh.device_type):
+        telling = told(f"traces {self.kind.__name__} for another kind of call")
+        with _without_numbers(module, self.kind, self.first.device_mesh.device_type), telling:
             exported = ExportedModule.called(module, self.signature, layout, flat)
         sharding, first = self.first.sharding.again(exported), self.first.program
         _require_alike(sharding)
@@ -241,6 +266,7 @@ def _without_numbers(module: torch.nn.Module, kind: type[torch.nn.Module], devic
     ]
     originals = [{**space} for space in spaces]
     try:
+        allow_part_calls(module)
         module.__class__ = kind
         for space in spaces:
             for name, tensor in space.items():
@@ -251,6 +277,8 @@ def _without_numbers(module: torch.nn.Module, kind: type[torch.nn.Module], devic
         for space, named in zip(spaces, originals, strict=True):
             space.update(named)
         module.__class__ = sharded_class
+        if issubclass(sharded_class, ShardedModule):
+            refuse_part_calls(module)
 
 
 def _place_parameters(module: torch.nn.Module, program: RankProgram, device_mesh: DeviceMesh) -> None:

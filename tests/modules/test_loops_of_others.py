@@ -1,6 +1,9 @@
 """Sharded modules in the loops of accelerate, transformers and Lightning: they train as plain ones on one process."""
 
+import importlib.util
 import os
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -145,3 +148,59 @@ def test_loops_of_others_bring_a_part_to_each_rank_of_a_mesh_with_two_axes(tmp_p
     (wanted,) = on_ranks(1, with_trainer, "", str(tmp_path / "a"), prepare=import_accelerate, timeout_s=300)
     found = on_ranks(4, with_trainer, "dp=2,tp=2", str(tmp_path / "b"), prepare=import_accelerate, timeout_s=300)
     compare(found, wanted, 9)
+
+
+def import_lightning() -> None:
+    import_accelerate()
+    from lightning.pytorch.strategies import ModelParallelStrategy
+
+    assert ModelParallelStrategy
+
+
+def of_page(name: str) -> str:
+    """The block of a page's code that has this name."""
+    text = (Path(__file__).parents[2] / "docs" / "guides" / "my-model.md").read_text(encoding="utf-8")
+    return next(block for block in re.findall(r"```python.*?\n(.*?)```", text, re.DOTALL) if name in block)
+
+
+def with_lightning(mesh: str) -> Trained:
+    """The class of the page about own models, with Lightning's own strategy for DTensors."""
+    import lightning
+    from lightning.pytorch.strategies import ModelParallelStrategy
+    from torch.utils.data import DataLoader, DistributedSampler
+
+    as_torchrun()
+    os.environ["TORCHELASTIC_RUN_ID"] = "0"
+    space: dict[str, Any] = {}
+    exec(of_page("LightningModule"), space)
+    losses, lines = list[float](), samples()
+    dp, tp = (int(axis[-1]) for axis in mesh.split(",")) if mesh else (1, 1)
+    example = joined(lines[: ROWS // dp])
+
+    class Noted(space["Decoder"]):
+        def training_step(self, *args: Any) -> Any:
+            losses.append((loss := super().training_step(*args)).item())
+            return loss
+
+        def configure_model(self) -> None:
+            if mesh:
+                super().configure_model()
+
+    strategy = ModelParallelStrategy(data_parallel_size=dp, tensor_parallel_size=tp) if mesh else "auto"
+    trainer: Any = lightning.Trainer(
+        accelerator="cpu", devices=dp * tp, strategy=strategy, max_epochs=1, logger=False, enable_progress_bar=False,
+        enable_checkpointing=False, gradient_clip_val=0.5, enable_model_summary=False, use_distributed_sampler=False,
+    )  # fmt: skip
+    module = Noted(decoder(), example)
+    sampler: Any = DistributedSampler(lines, dp, dist.get_rank() // tp, shuffle=False)  # pyright: ignore
+    trainer.fit(module, DataLoader(lines, ROWS // dp, sampler=sampler))  # pyright: ignore[reportArgumentType]
+    assert not mesh or type(module.model).__name__ == "ShardedLlamaForCausalLM"
+    return losses, state_of(module.model)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("lightning") is None, reason="needs lightning")
+def test_lightning_trains_a_sharded_module():
+    (wanted,) = on_ranks(1, with_lightning, "", prepare=import_lightning, timeout_s=300)
+    found = on_ranks(4, with_lightning, "dp=2,tp=2", prepare=import_lightning, timeout_s=300)
+    compare(found, wanted, STEPS)

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as tree
 
 from autoshard.errors import InputError
-from autoshard.modules.export import flattened
+from autoshard.modules.export import flattened, place_of
 from autoshard.modules.running.agreeing import (
     CallAgreement,
     InputLook,
@@ -56,8 +56,7 @@ class RankCall:
         """Return what messages show."""
         args, kwargs = tree.tree_unflatten([*self.flat], self.layout)
         named = self.signature.bind(*args, **kwargs).arguments
-        paths = [path for path, _ in tree.tree_flatten_with_path(named)[0]]
-        names = [".".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path) for path in paths]
+        names = [place_of(path) for path, _ in tree.tree_flatten_with_path(named)[0]]
         return [
             InputLook(name=name, shown=shown, bits=bits)
             for name, shown, bits in zip(names, self.shown(), self.bits(), strict=True)
