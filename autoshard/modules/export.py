@@ -179,7 +179,9 @@ class ExportedModule:
         count = len(signature.user_outputs)
         numbered = tree.tree_unflatten(list(range(count)), self.structure)
         try:
-            places = {number: place_of(path) or "result" for path, number in tree.tree_flatten_with_path(numbered)[0]}
+            places = {
+                number: place_in_tree(path) or "result" for path, number in tree.tree_flatten_with_path(numbered)[0]
+            }
         except ValueError:  # a class that torch takes apart, but of whose parts it knows no names
             places = {number: str(number) for number in range(count)}
         user = 0
@@ -375,7 +377,7 @@ def _changes_something(node: Node) -> bool:
     return bool(schema.is_mutable) or (tracked and bool(argument(node, "training")))
 
 
-def place_of(path: tuple[Any, ...]) -> str:
+def place_in_tree(path: tuple[Any, ...]) -> str:
     """Return the place of a part of arguments or results: keys and numbers with dots between them."""
     return ".".join(str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in path)
 

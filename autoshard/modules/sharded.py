@@ -63,15 +63,7 @@ def shard(
     ``compile`` what a rank computes between two collectives is compiled at the first call.
     """
     kind = type(module)
-    require((issubclass(kind, torch.nn.Module), "module", f"must be a torch.nn.Module, not a {kind.__name__}"))
-    require(
-        (not isinstance(module, ShardedModule), "module", "is sharded already"),
-        (
-            "forward" not in vars(module),
-            "module",
-            "has a forward of its own that hides that of its class; make it a class",
-        ),
-    )
+    _require_plain(module)
     device_mesh = device_mesh_of(module, mesh)
     names, count = device_mesh.mesh_dim_names, device_mesh.size()
     assert names, "a mesh without names is refused"
@@ -104,6 +96,20 @@ def shard(
             )
         sharding.refuse_unfit()
     return run_on(module, sharding, device_mesh, mode="compiled" if compile else "generated", rank_inputs=rank_inputs)
+
+
+def _require_plain(module: torch.nn.Module) -> None:
+    """Refuse what is no module, or is sharded already."""
+    kind = type(module)
+    require((issubclass(kind, torch.nn.Module), "module", f"must be a torch.nn.Module, not a {kind.__name__}"))
+    require(
+        (not isinstance(module, ShardedModule), "module", "is sharded already"),
+        (
+            "forward" not in vars(module),
+            "module",
+            "has a forward of its own that hides that of its class; make it a class",
+        ),
+    )
 
 
 def run_on(

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import autoshard
 from autoshard.modules.sharded import shard
 from tests.ranks.spawn import on_ranks
 
@@ -23,7 +24,12 @@ def decoder() -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 1}
+    sizes: dict[str, Any] = {
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+    }
     return LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=1, vocab_size=32, use_cache=False))
 
 
@@ -58,8 +64,8 @@ def sharded(model: Any, mesh: str, **options: Any) -> Any:
 def state_of(model: Any) -> dict[str, torch.Tensor]:
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-    options = StateDictOptions(full_state_dict=True)
-    return {name: one.detach().clone() for name, one in get_model_state_dict(model, options=options).items()}
+    state: dict[str, Any] = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    return {name: one.detach().clone() for name, one in state.items()}
 
 
 def compare(found: list[Trained], wanted: Trained, count: int) -> None:
@@ -99,12 +105,12 @@ def with_accelerate(mesh: str, batches: str) -> Trained:
             accelerator.backward(result.loss)
             losses.append(result.loss.item())
             if accelerator.sync_gradients:
-                norm = accelerator.clip_grad_norm_(model.parameters(), 0.5)
+                norm: Any = accelerator.clip_grad_norm_(model.parameters(), 0.5)
                 losses.append(float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm))
             optimizer.step()
             optimizer.zero_grad()
     with torch.no_grad():
-        logits = [accelerator.gather_for_metrics(model(**lines).logits) for lines in rest]
+        logits: list[Any] = [accelerator.gather_for_metrics(model(**lines).logits) for lines in rest]
     assert [len(one) for one in logits] == [ROWS, 2], "of the last batch accelerate repeats rows, and drops them again"
     return losses, state_of(model) | {"logits": torch.cat(logits)}
 
@@ -158,7 +164,7 @@ def import_lightning() -> None:
 
 
 def of_page(name: str) -> str:
-    """The block of a page's code that has this name."""
+    """The block of the page's code that has this name."""
     text = (Path(__file__).parents[2] / "docs" / "guides" / "my-model.md").read_text(encoding="utf-8")
     return next(block for block in re.findall(r"```python.*?\n(.*?)```", text, re.DOTALL) if name in block)
 
@@ -171,27 +177,33 @@ def with_lightning(mesh: str) -> Trained:
 
     as_torchrun()
     os.environ["TORCHELASTIC_RUN_ID"] = "0"
-    space: dict[str, Any] = {}
-    exec(of_page("LightningModule"), space)
+    space: dict[str, Any] = {"autoshard": autoshard}
+    exec(of_page("def configure_model"), space)
     losses, lines = list[float](), samples()
     dp, tp = (int(axis[-1]) for axis in mesh.split(",")) if mesh else (1, 1)
-    example = joined(lines[: ROWS // dp])
 
-    class Noted(space["Decoder"]):
-        def training_step(self, *args: Any) -> Any:
-            losses.append((loss := super().training_step(*args)).item())
+    class Decoder(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model, self.example = decoder(), joined(lines[: ROWS // dp])
+
+        def training_step(self, inputs: Any, _: Any) -> Any:
+            losses.append((loss := self.model(**inputs).loss).item())
             return loss
 
         def configure_model(self) -> None:
             if mesh:
-                super().configure_model()
+                space["configure_model"](self)
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.model.parameters(), lr=1e-2)
 
     strategy = ModelParallelStrategy(data_parallel_size=dp, tensor_parallel_size=tp) if mesh else "auto"
     trainer: Any = lightning.Trainer(
         accelerator="cpu", devices=dp * tp, strategy=strategy, max_epochs=1, logger=False, enable_progress_bar=False,
         enable_checkpointing=False, gradient_clip_val=0.5, enable_model_summary=False, use_distributed_sampler=False,
     )  # fmt: skip
-    module = Noted(decoder(), example)
+    module = Decoder()
     sampler: Any = DistributedSampler(lines, dp, dist.get_rank() // tp, shuffle=False)  # pyright: ignore
     trainer.fit(module, DataLoader(lines, ROWS // dp, sampler=sampler))  # pyright: ignore[reportArgumentType]
     assert not mesh or type(module.model).__name__ == "ShardedLlamaForCausalLM"
@@ -204,3 +216,20 @@ def test_lightning_trains_a_sharded_module():
     (wanted,) = on_ranks(1, with_lightning, "", prepare=import_lightning, timeout_s=300)
     found = on_ranks(4, with_lightning, "dp=2,tp=2", prepare=import_lightning, timeout_s=300)
     compare(found, wanted, STEPS)
+
+
+def in_bf16() -> bool:
+    from accelerate import Accelerator
+
+    as_torchrun()
+    plain, inputs = decoder(), joined(samples()[:2])
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        wanted = plain(**inputs).logits
+    model = Accelerator(cpu=True, mixed_precision="bf16").prepare(shard(decoder(), inputs, "dp=1"))
+    logits = model(**inputs).logits
+    assert wanted.dtype == torch.bfloat16 and logits.dtype == torch.float32
+    return torch.equal(logits, wanted.float())
+
+
+def test_a_sharded_module_computes_in_the_format_that_accelerate_was_asked_for():
+    assert on_ranks(1, in_bf16, prepare=import_accelerate, timeout_s=300) == [True]

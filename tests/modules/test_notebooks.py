@@ -101,7 +101,7 @@ def saved(folder: Path, mesh: str, starts: bool) -> tuple[list[float], bool]:
 
     if starts:
         step()
-    states = dict(zip(("model", "optimizer"), get_state_dict(module, optimizer), strict=True))
+    states: dict[str, Any] = dict(zip(("model", "optimizer"), get_state_dict(module, optimizer), strict=True))
     (dcp.save if starts else dcp.load)(states, checkpoint_id=folder)  # pyright: ignore
     if not starts:
         set_state_dict(module, optimizer, model_state_dict=states["model"], optim_state_dict=states["optimizer"])
@@ -130,8 +130,13 @@ def experts() -> tuple[str, str]:
 
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 1}
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "head_dim": 8}
+    sizes: dict[str, Any] = {
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+    }
+    experts: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "head_dim": 8}
     config = Qwen3MoeConfig(**sizes, **experts, num_hidden_layers=1, vocab_size=32, use_cache=False)
     config._experts_implementation = "eager"
     words = torch.randint(3, 32, (2, 5))

@@ -37,7 +37,7 @@ def sum_of_bits(tensor: torch.Tensor) -> int:
     return int(total)
 
 
-def look(value: Any, *, is_part: bool = False) -> str:
+def shown_input(value: Any, *, is_part: bool = False) -> str:
     """Say what an input is, but for its numbers, and for the number of rows of a part of a batch."""
     if isinstance(value, torch.Tensor):
         sizes = [*map(str, value.shape)]
@@ -80,33 +80,32 @@ class CallAgreement:
         self.num_calls += 1
         self.seen.add(tuple(kind))
         header = [*kind, num_rows, *(numbers() if is_due else (0, 0))]
-        every = torch.empty(self.num_ranks * len(header), dtype=torch.int64)
-        dist.all_gather_single(every, torch.tensor(header), group=self.group)
-        return every.reshape(self.num_ranks, -1).tolist()
+        headers = torch.empty(self.num_ranks * len(header), dtype=torch.int64)
+        dist.all_gather_single(headers, torch.tensor(header), group=self.group)
+        return headers.reshape(self.num_ranks, -1).tolist()
 
-    def exchanged(self, own: Any) -> list[Any]:
+    def exchanged(self, value: Any) -> list[Any]:
         """Return what all ranks say."""
-        every: list[Any] = [None] * self.num_ranks
-        dist.all_gather_object(every, own, group=self.group)
-        return every
+        values: list[Any] = [None] * self.num_ranks
+        dist.all_gather_object(values, value, group=self.group)
+        return values
 
 
-def refuse_kinds(every: Sequence[Sequence[InputLook]], remedy: str) -> None:
+def refuse_kinds(by_rank: Sequence[Sequence[InputLook]], remedy: str) -> None:
     """Refuse inputs that do not look alike on all ranks."""
-    first, *others = every
-    for number, looks in enumerate(others, 1):
-        names = {one.name for one in first} ^ {one.name for one in looks}
+    for number, looks in enumerate(by_rank):
+        names = {look.name for look in by_rank[0]} ^ {look.name for look in looks}
         message = f"are not the same arguments on ranks 0 and {number}: {', '.join(sorted(names))}; give all the same"
         require((not names, "inputs", message))
-        for one, other in zip(first, looks, strict=True):
-            message = f"is {one.shown} on rank 0, and {other.shown} on rank {number}; {remedy}"
-            require((one.shown == other.shown, f"inputs.{one.name}", message))
+        for expected, look in zip(by_rank[0], looks, strict=True):
+            message = f"is {expected.shown} on rank 0, and {look.shown} on rank {number}; {remedy}"
+            require((expected.shown == look.shown, f"inputs.{look.name}", message))
 
 
-def refuse_numbers(every: Sequence[Sequence[InputLook]], groups: Sequence[Sequence[int]], remedy: str) -> None:
+def refuse_numbers(by_rank: Sequence[Sequence[InputLook]], groups: Sequence[Sequence[int]], remedy: str) -> None:
     """Refuse inputs whose numbers differ between ranks of a group."""
-    for start, *others in groups:
-        for number in others:
-            for one, other in zip(every[start], every[number], strict=True):
-                message = f"has other numbers on rank {number} than on rank {start}; {remedy}"
-                require((one.bits == other.bits, f"inputs.{one.name}", message))
+    for group in groups:
+        for number in group:
+            for expected, look in zip(by_rank[group[0]], by_rank[number], strict=True):
+                message = f"has other numbers on rank {number} than on rank {group[0]}; {remedy}"
+                require((expected.bits == look.bits, f"inputs.{look.name}", message))

@@ -41,7 +41,7 @@ class LocalBatch:
     mesh: DeviceMesh
     number: int  # of this rank's part
     ranks: tuple[int, ...]  # that bring all parts, in their order
-    alike: tuple[tuple[int, ...], ...]  # ranks that bring the same part
+    sharing: tuple[tuple[int, ...], ...]  # ranks that bring the same part
     host: dist.ProcessGroup | None
     device: dist.ProcessGroup | None
 
@@ -54,8 +54,8 @@ class LocalBatch:
         for axis in axes:
             count *= mesh.size(names.index(axis))
         batches: list[list[int]] = mesh.mesh.permute(order).reshape(-1, count).tolist()
-        alike = tuple(map(tuple, zip(*batches, strict=True)))
-        own = next(ranks for ranks in batches if dist.get_rank() in ranks)
+        sharing = tuple(map(tuple, zip(*batches, strict=True)))
+        members = next(ranks for ranks in batches if dist.get_rank() in ranks)
         is_all = len(batches) == 1
 
         def group(backend: str | None) -> dist.ProcessGroup | None:
@@ -68,9 +68,9 @@ class LocalBatch:
         return cls(
             axes=axes,
             mesh=mesh,
-            number=own.index(dist.get_rank()),
-            ranks=tuple(own),
-            alike=alike,
+            number=members.index(dist.get_rank()),
+            ranks=tuple(members),
+            sharing=sharing,
             host=host,
             device=device,
         )
@@ -86,9 +86,9 @@ class LocalBatch:
     def remedy(self) -> str:
         """Say what ranks bring that differ along no axis of the batch."""
         names: Sequence[str] = self.mesh.mesh_dim_names or ()
-        others = ", ".join(name for name in names if name not in self.axes)
-        every = f"batch='{LOCAL}:{'.'.join(names)}'"
-        return f"parts of the batch lie along {', '.join(self.axes)} and are equal along {others}, unless {every}"
+        equal = ", ".join(name for name in names if name not in self.axes)
+        remedy = f"batch='{LOCAL}:{'.'.join(names)}'"
+        return f"parts of the batch lie along {', '.join(self.axes)} and are equal along {equal}, unless {remedy}"
 
     def parts(self, flat: Sequence[Any], count: int) -> list[int]:
         """Return which inputs are cut: tensors whose first dim is as long as that of the first one."""
@@ -151,22 +151,22 @@ class BatchRows:
                 part.new_empty((block * self.total, *rest)) for part, (block, rest) in zip(parts, shapes, strict=True)
             ]
         packed = [part.detach().contiguous().reshape(-1).view(torch.uint8) for part in parts]
-        row_bytes = [len(one) // self.count for one in packed]
+        row_bytes = [len(piece) // self.count for piece in packed]
         piece = torch.cat(packed)
         longest = max(self.counts) * sum(row_bytes)
         piece = torch.nn.functional.pad(piece, (0, longest - len(piece)))
         group = self.batch.host if piece.device.type == HOST else self.batch.device
-        every = piece.new_empty(len(self.counts) * longest)
-        dist.all_gather_single(every, piece, group=group)
+        gathered = piece.new_empty(len(self.counts) * longest)
+        dist.all_gather_single(gathered, piece, group=group)
         wholes: list[torch.Tensor] = []
-        pieces = every.reshape(len(self.counts), longest)
+        pieces = gathered.reshape(len(self.counts), longest)
         start = [0] * len(self.counts)
-        for part, one, (block, rest) in zip(parts, row_bytes, shapes, strict=True):
-            own = [
-                pieces[number, start[number] : start[number] + count * one] for number, count in enumerate(self.counts)
+        for part, size, (block, rest) in zip(parts, row_bytes, shapes, strict=True):
+            spans = [
+                pieces[number, start[number] : start[number] + count * size] for number, count in enumerate(self.counts)
             ]
-            start = [at + count * one for at, count in zip(start, self.counts, strict=True)]
-            wholes.append(torch.cat(own).view(part.dtype).reshape(block * self.total, *rest))
+            start = [at + count * size for at, count in zip(start, self.counts, strict=True)]
+            wholes.append(torch.cat(spans).view(part.dtype).reshape(block * self.total, *rest))
         return wholes
 
 
@@ -196,8 +196,8 @@ class OwnRows(torch.autograd.Function):
         """Return the rows of this rank."""
         ctx.rows, ctx.where, ctx.shape = rows, where, shape
         ctx.is_even = len({*rows.counts}) == 1
-        own = rows.batch.placements() if ctx.is_even else [Replicate()] * len(where)
-        local = _moved(part, rows.batch.mesh, (where, own), shape)
+        target = rows.batch.placements() if ctx.is_even else [Replicate()] * len(where)
+        local = _moved(part, rows.batch.mesh, (where, target), shape)
         return local if ctx.is_even else rows.within(local).clone()
 
     @staticmethod

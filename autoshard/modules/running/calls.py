@@ -10,14 +10,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as tree
 
 from autoshard.errors import InputError
-from autoshard.modules.export import flattened, place_of
+from autoshard.modules.export import flattened, place_in_tree
 from autoshard.modules.running.agreeing import (
     CallAgreement,
     InputLook,
-    look,
     number_of,
     refuse_kinds,
     refuse_numbers,
+    shown_input,
     sum_of_bits,
 )
 from autoshard.modules.running.batches import LOCAL, BatchRows, LocalBatch
@@ -40,7 +40,7 @@ class RankCall:
 
     def shown(self) -> list[str]:
         """Say what each argument is."""
-        return [look(value, is_part=number in self.parts) for number, value in enumerate(self.flat)]
+        return [shown_input(value, is_part=number in self.parts) for number, value in enumerate(self.flat)]
 
     def bits(self) -> list[int]:
         """Return what stands for the numbers of each argument."""
@@ -49,14 +49,14 @@ class RankCall:
     def totals(self) -> tuple[int, int]:
         """Return what stands for the numbers of whole inputs, and of parts."""
         bits = self.bits()
-        common = [one for number, one in enumerate(bits) if number not in self.parts]
+        common = [bit for number, bit in enumerate(bits) if number not in self.parts]
         return number_of(common), number_of([bits[number] for number in self.parts])
 
     def looks(self) -> list[InputLook]:
         """Return what messages show."""
         args, kwargs = tree.tree_unflatten([*self.flat], self.layout)
         named = self.signature.bind(*args, **kwargs).arguments
-        names = [place_of(path) for path, _ in tree.tree_flatten_with_path(named)[0]]
+        names = [place_in_tree(path) for path, _ in tree.tree_flatten_with_path(named)[0]]
         return [
             InputLook(name=name, shown=shown, bits=bits)
             for name, shown, bits in zip(names, self.shown(), self.bits(), strict=True)
@@ -96,11 +96,11 @@ class RankInputs:
             self.numbers[modes] = number_of([sorted(mode) if isinstance(mode, frozenset) else mode for mode in modes])  # pyright: ignore
         kind = number_of(str(layout), call.shown(), self.numbers[modes]), states
         headers = self.agreement.headers(kind, count, call.totals)
-        alike = self.batch.alike if self.batch else []
+        sharing = self.batch.sharing if self.batch else []
         is_alike = len({(*header[:2], header[3]) for header in headers}) == 1
-        if not (is_alike and all(len({headers[rank][4] for rank in group}) == 1 for group in alike)):
+        if not (is_alike and all(len({headers[rank][4] for rank in group}) == 1 for group in sharing)):
             self.agreement.seen.clear()  # on all ranks, so that all compare numbers at the same calls
-            self._refuse(call, alike)
+            self._refuse(call, sharing)
         if not self.batch:
             return [*flat], None
         counts = tuple(headers[rank][2] for rank in self.batch.ranks)
@@ -116,13 +116,13 @@ class RankInputs:
         args, kwargs = tree.tree_unflatten(flat, layout)
         return {**dict(zip(signature.parameters, args, strict=False)), **kwargs} if by_name else args
 
-    def _refuse(self, call: RankCall, alike: Sequence[Sequence[int]]) -> NoReturn:
+    def _refuse(self, call: RankCall, sharing: Sequence[Sequence[int]]) -> NoReturn:
         """Refuse a call that is not the same on all ranks, on all of them."""
-        every: list[list[InputLook]] = self.agreement.exchanged(call.looks())
-        refuse_kinds(every, f"{_PADDED if self.batch else _WHOLE}")
-        parts = [[looks[number] for number in call.parts] for looks in every]
-        common = [[one for number, one in enumerate(looks) if number not in call.parts] for looks in every]
-        refuse_numbers(common, [range(len(every))], _COMMON if self.batch else _WHOLE)
+        by_rank: list[list[InputLook]] = self.agreement.exchanged(call.looks())
+        refuse_kinds(by_rank, _PADDED if self.batch else _WHOLE)
+        parts = [[looks[number] for number in call.parts] for looks in by_rank]
+        common = [[entry for number, entry in enumerate(looks) if number not in call.parts] for looks in by_rank]
+        refuse_numbers(common, [range(len(by_rank))], _COMMON if self.batch else _WHOLE)
         if self.batch:
-            refuse_numbers(parts, alike, self.batch.remedy())
+            refuse_numbers(parts, sharing, self.batch.remedy())
         raise InputError.of("module", _ELSE)

@@ -1,7 +1,6 @@
 """The mesh of ranks on which a module runs, and the cluster that prices are based on."""
 
 import math
-import os
 from collections.abc import Mapping
 
 import torch
@@ -28,24 +27,26 @@ def device_mesh_of(module: torch.nn.Module, mesh: DeviceMesh | Mapping[str, int]
         there = torch.accelerator.current_accelerator()
         has_module = there is not None and hasattr(torch, there.type)  # a backend may have a name and nothing else
         device = there.type if there and has_module and torch.accelerator.is_available() else HOST
-    _begin_alone(math.prod(sizes.values()))
     try:
         device_mesh = init_device_mesh(device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     except (dist.DistNetworkError, dist.DistStoreError):  # enough may run, and have not met
         raise
     except (ValueError, RuntimeError) as error:
         count = math.prod(sizes.values())
+        if _begin_alone(error, count):
+            return device_mesh_of(module, mesh)
         ranks = dist.get_world_size() if dist.is_initialized() else None  # the mesh has made the group by now
         remedy = f"start as many: torchrun --nproc-per-node {count} SCRIPT"
         raise InputError.of("mesh", f"{count} ranks do not run here ({ranks or 'none'} do); {remedy}") from error
     return device_mesh
 
 
-def _begin_alone(count: int) -> None:
+def _begin_alone(error: Exception, count: int) -> bool:
     """Let a process that nobody has started as one of several be the only rank, as in a notebook."""
-    is_started = any(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR"))
-    if count == 1 and not is_started and not dist.is_initialized():
+    is_alone = count == 1 and not dist.is_initialized() and "environment variable RANK" in str(error)
+    if is_alone:
         dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)  # pyright: ignore[reportPrivateImportUsage]
+    return is_alone
 
 
 def cluster_of(cluster: Cluster | str, count: int) -> Cluster:
