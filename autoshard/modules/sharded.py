@@ -158,14 +158,16 @@ class ShardedModule(torch.nn.Module):
         raise InputError.of("module", message)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ShardedModule":
-        make, arguments, state, *_ = super().__reduce_ex__(4)
+        reduced: Any = super().__reduce_ex__(4)
+        make, arguments, state, *_ = reduced
         memo[id(self)] = twin = make(*arguments)
         twin.__setstate__(copy.deepcopy(state, memo))
         refuse_part_calls(twin)
         return twin
 
     def __copy__(self) -> "ShardedModule":
-        make, arguments, state, *_ = super().__reduce_ex__(4)
+        reduced: Any = super().__reduce_ex__(4)
+        make, arguments, state, *_ = reduced
         twin = make(*arguments)
         twin.__setstate__({**state})
         return twin
@@ -183,8 +185,9 @@ class ShardedModule(torch.nn.Module):
 def _sharded_class(kind: type[torch.nn.Module]) -> type[ShardedModule]:
     """Return the class of sharded modules of a kind, whose forward has the kind's arguments for those who ask."""
 
+    # torch.compile around it would compile what prepares a call, and find nothing else.
     @wraps(kind.forward)
-    @torch._disable_dynamo  # torch.compile around it would compile what prepares a call, and find nothing else
+    @torch._disable_dynamo  # pyright: ignore[reportPrivateImportUsage]
     def forward(self: ShardedModule, *args: Any, **kwargs: Any) -> Any:
         return ShardedModule.forward(self, *args, **kwargs)
 
