@@ -179,15 +179,13 @@ class ExportedModule:
         count = len(signature.user_outputs)
         numbered = tree.tree_unflatten(list(range(count)), self.structure)
         try:
-            places = {
-                number: place_in_tree(path) or "result" for path, number in tree.tree_flatten_with_path(numbered)[0]
-            }
+            places = {number: place_in_tree(path) for path, number in tree.tree_flatten_with_path(numbered)[0]}
         except ValueError:  # a class that torch takes apart, but of whose parts it knows no names
             places = {number: str(number) for number in range(count)}
         user = 0
         for spec, node in zip(signature.output_specs, output.args[0], strict=True):
             if spec.kind.name == "USER_OUTPUT":
-                yield places[user], node, False
+                yield places[user] or "result", node, False
                 user += 1
             elif spec.kind.name == "BUFFER_MUTATION":
                 yield spec.target, node, True
