@@ -111,8 +111,7 @@ class ExportedModule:
         except GuardOnDataDependentSymNode as error:
             raise InputError.of(_own_line(error), "decides by numbers that only a run knows") from None
         except Exception as error:  # the module itself raises anything, and torch does
-            text = str(error).strip().partition("\n")[0]
-            raise InputError.of(_own_line(error), f"cannot be traced: {type(error).__name__}: {text}") from error
+            raise InputError.of(*_not_traced(error)) from error
         for path, parameter in [*program.named_parameters()]:  # or else it would hold all numbers of them
             program.state_dict[path] = torch.nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
         first: dict[int, str] = {}  # tied weights are one parameter
@@ -180,13 +179,13 @@ class ExportedModule:
         count = len(signature.user_outputs)
         numbered = tree.tree_unflatten(list(range(count)), self.structure)
         try:
-            places = {number: _place(path) for path, number in tree.tree_flatten_with_path(numbered)[0]}
+            places = {number: place_in_tree(path) for path, number in tree.tree_flatten_with_path(numbered)[0]}
         except ValueError:  # a class that torch takes apart, but of whose parts it knows no names
             places = {number: str(number) for number in range(count)}
         user = 0
         for spec, node in zip(signature.output_specs, output.args[0], strict=True):
             if spec.kind.name == "USER_OUTPUT":
-                yield places[user], node, False
+                yield places[user] or "result", node, False
                 user += 1
             elif spec.kind.name == "BUFFER_MUTATION":
                 yield spec.target, node, True
@@ -342,6 +341,14 @@ def _own_line(error: BaseException) -> str:
     return _line(traceback.extract_tb(error.__traceback__))
 
 
+def _not_traced(error: Exception) -> tuple[str, str]:
+    """Say where and why torch does not trace a module."""
+    text = str(error).strip().partition("\n")[0]
+    if "Cache'>" in text:
+        return "module", "takes or returns a cache, which programs do not have; pass use_cache=False"
+    return _own_line(error), f"cannot be traced: {type(error).__name__}: {text}"
+
+
 def _line(frames: Sequence[traceback.FrameSummary]) -> str:
     users = [frame for frame in frames if f"{os.sep}torch{os.sep}" not in frame.filename and frame.line]
     if not users or users[-1].filename == __file__:
@@ -368,10 +375,9 @@ def _changes_something(node: Node) -> bool:
     return bool(schema.is_mutable) or (tracked and bool(argument(node, "training")))
 
 
-def _place(path: tuple[Any, ...]) -> str:
-    """Return the place of a part of a result: keys and numbers with dots between them."""
-    names = (getattr(key, "key", getattr(key, "idx", getattr(key, "name", key))) for key in path)
-    return ".".join(map(str, names)) or "result"
+def place_in_tree(path: tuple[Any, ...]) -> str:
+    """Return the place of a part of arguments or results: keys and numbers with dots between them."""
+    return ".".join(str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in path)
 
 
 def _is_floating(value: Any) -> bool:

@@ -22,7 +22,7 @@ from autoshard.cost.setting import rank_rates
 from autoshard.cost.sharded import LoweredBlock
 from autoshard.errors import inside, nearest, require
 from autoshard.graph.kinds.optimizer import UPDATES
-from autoshard.layout.layout import Collective, Cuts
+from autoshard.layout.layout import Collective, Cuts, Layout
 from autoshard.layout.legal import cut_operations
 from autoshard.layout.program import Compute, Given, Program
 from autoshard.layout.table import program_of
@@ -32,8 +32,8 @@ from autoshard.modules.export import ExportedModule
 from autoshard.modules.fingerprint import block_hash
 from autoshard.modules.pins import Places, pinned_cuts
 from autoshard.modules.proof import ComparedTensor, ModuleRun
-from autoshard.modules.region import Alias
-from autoshard.modules.running.placing import resting
+from autoshard.modules.region import Alias, Positions
+from autoshard.modules.running.placing import placeable, resting
 from autoshard.plan.module_plan import ModulePlan
 from autoshard.spec.cluster import Cluster
 from autoshard.spec.cluster_catalogue import load_cluster
@@ -141,7 +141,7 @@ class ModuleSharding:
         places = [place for place, _, is_buffer in exported.returned() if not is_buffer]
         results = [place for place in self.question.results or () if place in places]
         captured = read(exported, self.question.hints, results or None)
-        problem, traced, mesh = _traced_problem(self.question, captured, dict(self.mesh.axes))
+        problem, traced, mesh = _traced_problem(self.question, captured, dict(self.mesh.axes), is_first=False)
         axes, old = [axis for axis, size in mesh.axes if size > 1], self.solution
         ops = cut_operations(traced.block)
         same = [op.name for op in ops if old.cuts.get(op.name) in op_cuts(traced.block, op, axes)]
@@ -279,7 +279,7 @@ class ModuleQuestion:
 
 
 def _traced_problem(
-    question: ModuleQuestion, captured: Captured, sizes: Mapping[str, int]
+    question: ModuleQuestion, captured: Captured, sizes: Mapping[str, int], *, is_first: bool = True
 ) -> tuple[OperatorProblem, TracedBlock, Mesh]:
     """Return a captured module as the problem of one block on a mesh of these axes."""
     require(*((False, "module", message) for message in captured.exported.own_gradients))
@@ -296,7 +296,7 @@ def _traced_problem(
         block=traced.block,
         sizes=traced.sizes,
         atoms=dict(mesh.axes),
-        boundary=_boundary(captured, traced, mesh, question.batch),
+        boundary=_boundary(captured, traced, mesh, question.batch, is_first=is_first),
         rates=rank_rates(question.cluster, precision, question.calibration, question.kernels),
         seconds=seconds,
         state_bytes_per_weight=sum(precision.state_bytes(UPDATES[question.optimizer].num_moments).values()),
@@ -337,15 +337,37 @@ def places_of(captured: Captured, traced: TracedBlock) -> Places:
     return {**traced.modules, **parameters}
 
 
-def _boundary(captured: Captured, traced: TracedBlock, mesh: Mesh, batch: str) -> Cuts:
-    """Cut the first dims of inputs with a gradient, and of results, but not of buffers."""
+def _batch_dims(captured: Captured, traced: TracedBlock) -> set[str]:
+    """Return the first dims of the inputs whose first dim is as long as that of the first one."""
+    arguments = captured.exported.arguments
+    batch = next((value.shape[0] for value in arguments.values() if isinstance(value, torch.Tensor) and value.dim()), 0)
+    read = {node.name: name for name, node in captured.inputs.items()} | {name: name for name in traced.block.takes}
+    places = [traced.dims[read[name]] for name in arguments if name in read]
+    first = [positions[0] for positions in places if positions and positions[0]]
+    return {dims[0] for dims in first if math.prod(traced.sizes[dim] for dim in dims) == batch}
+
+
+def _boundary(captured: Captured, traced: TracedBlock, mesh: Mesh, batch: str, *, is_first: bool) -> Cuts:
+    """Cut the first dims of inputs with a gradient, and of results, but not of buffers.
+
+    Where some of these are the batch of the first input that has dims, it alone is cut.
+    """
     sizes, axes = dict(mesh.axes), tuple(axis for axis in batch.split(".") if axis)
     require(
         *((axis in sizes, "batch", f"{axis!r} is no axis of the mesh. {nearest(axis, list(sizes))}") for axis in axes)
     )
     real = tuple(axis for axis in axes if sizes[axis] > 1)
-    in_block = (result for result in captured.program.results if result.name in traced.results)
+    in_block = [result for result in captured.program.results if result.name in traced.results]
     returned = [result.name for result in in_block if not result.is_buffer]
     ends = [*(traced.dims[name] for name in traced.block.takes), *(traced.results[name][1] for name in returned)]
     first = {positions[0][0] for positions in ends if positions and positions[0]}
-    return dict.fromkeys(sorted(first), real) if real else {}
+    first = first & _batch_dims(captured, traced) or first
+    cuts: Cuts = dict.fromkeys(sorted(first), real) if real else {}
+
+    def is_placeable(positions: Positions) -> bool:
+        layout = Layout(dims=tuple((dim, cuts.get(dim, ())) for position in positions for dim in position))
+        return placeable(layout, positions, traced.sizes, sizes).dims == layout.dims
+
+    # A last batch may have rows that the axes do not divide: its results are whole then.
+    unsayable = {dim for positions in ends if not is_placeable(positions) for dim in positions[0]}
+    return {dim: over for dim, over in cuts.items() if is_first or dim not in unsayable}

@@ -1,10 +1,11 @@
 """A module of torch that runs on all ranks of a mesh: forward and backward of its sharded program in one function."""
 
+import copy
 import hashlib
-import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import wraps
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -12,7 +13,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._pytree import TreeSpec
 
@@ -21,18 +22,23 @@ from autoshard.layout.layout import Layout
 from autoshard.modules.export import ExportedModule, ModuleCall, flattened
 from autoshard.modules.fingerprint import block_hash
 from autoshard.modules.region import Positions
+from autoshard.modules.running.batches import is_local, local_axes
+from autoshard.modules.running.calls import RankInputs
 from autoshard.modules.running.capturing import PassCapture
 from autoshard.modules.running.functions import FunctionWriter
+from autoshard.modules.running.loops import format_of_accelerate, in_fp32, told
+from autoshard.modules.running.meshes import cluster_of, device_mesh_of
+from autoshard.modules.running.parts import allow_part_calls, refuse_part_calls
 from autoshard.modules.running.rank_program import RankProgram, local_shape
 from autoshard.modules.running.runner import RankRunner
-from autoshard.modules.shard import Inputs, ModuleSharding, shard_module, sharding_of, sizes_of
+from autoshard.modules.shard import Inputs, ModuleSharding, shard_module, sharding_of
 from autoshard.modules.state.tree import ModuleTree, tree_of
 from autoshard.plan.module_plan import ModulePlan, load_module_plan
 from autoshard.run.protocol import HOST, EngineMode
 from autoshard.spec.cluster import Cluster
-from autoshard.spec.cluster_catalogue import load_cluster
 
 _MANY = 8
+_MOST_COMPARED = 62  # programs, of which a number of 63 bits says which fit
 _TOO_MANY = f"the module was traced for {_MANY} kinds of calls, which takes time and memory; pad inputs to fewer shapes"
 _PRECISIONS = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp32"}
 
@@ -51,10 +57,49 @@ def shard(
 
     Every rank calls this with the same module, example inputs and mesh: one to three axes of any names with their
     sizes, or a DeviceMesh. The module keeps its paths of parameters and its results; its parameters become DTensors.
-    It takes the whole batch on every rank, and computes its part. ``cluster`` says on what prices are based, other
-    ``options`` are those of ``shard_module``; a ``plan`` that it has saved is executed as it is. With ``compile`` what
-    a rank computes between two collectives is compiled at the first call.
+    It takes the whole batch on every rank, and computes its part; with ``batch="local"`` each rank along the first axis
+    brings its part of a batch, and ``batch="local:data.model"`` names other axes. ``cluster`` says on what prices are
+    based, other ``options`` are those of ``shard_module``; a ``plan`` that it has saved is executed as it is. With
+    ``compile`` what a rank computes between two collectives is compiled at the first call.
     """
+    kind = type(module)
+    _require_plain(module)
+    device_mesh = device_mesh_of(module, mesh)
+    names, count = device_mesh.mesh_dim_names, device_mesh.size()
+    assert names, "a mesh without names is refused"
+    dtype = next((parameter.dtype for parameter in module.parameters() if parameter.is_floating_point()), torch.float32)
+    require((dtype in _PRECISIONS, "module", f"has parameters of {dtype}; known: {', '.join(map(str, _PRECISIONS))}"))
+    is_priced = device_mesh.device_type == HOST or cluster != "local" or plan is not None
+    require(
+        (is_priced, "cluster", "is local, with prices of a CPU; name that of these devices (autoshard list clusters)")
+    )
+    sizes = dict(zip(names, device_mesh.shape, strict=True))
+    axes = local_axes(options.pop("batch"), names) if is_local(options.get("batch")) else ()
+    rank_inputs = RankInputs.of(device_mesh, axes)
+    if axes and rank_inputs:
+        inputs = rank_inputs.examples(module, inputs)
+    if axes and plan is None:
+        options["batch"] = ".".join(axes)
+    if plan is not None:
+        module_plan = plan if isinstance(plan, ModulePlan) else load_module_plan(Path(plan))
+        written, mesh_text = module_plan.mesh, ",".join(f"{name}={size}" for name, size in sizes.items())
+        require((written == mesh_text, "plan", f"is for the mesh {written}, not for {mesh_text}"))
+        extra_options = {*options} - {"results"}
+        require(*((False, name, "is decided by the plan; leave it out") for name in sorted(extra_options)))
+        with _without_numbers(module, type(module), device_mesh.device_type), told(f"traces {kind.__name__}"):
+            sharding = sharding_of(module_plan, module, inputs, options.get("results"))
+    else:
+        telling = told(f"traces {kind.__name__} and finds its layouts")
+        with _without_numbers(module, type(module), device_mesh.device_type), telling:
+            sharding = shard_module(
+                module, inputs, cluster_of(cluster, count), sizes, precision=_PRECISIONS[dtype], **options
+            )
+        sharding.refuse_unfit()
+    return run_on(module, sharding, device_mesh, mode="compiled" if compile else "generated", rank_inputs=rank_inputs)
+
+
+def _require_plain(module: torch.nn.Module) -> None:
+    """Refuse what is no module, or is sharded already."""
     kind = type(module)
     require((issubclass(kind, torch.nn.Module), "module", f"must be a torch.nn.Module, not a {kind.__name__}"))
     require(
@@ -65,35 +110,15 @@ def shard(
             "has a forward of its own that hides that of its class; make it a class",
         ),
     )
-    device_mesh = _device_mesh(module, mesh)
-    names, count = device_mesh.mesh_dim_names, device_mesh.size()
-    assert names, "a mesh without names is refused"
-    dtype = next((parameter.dtype for parameter in module.parameters() if parameter.is_floating_point()), torch.float32)
-    require((dtype in _PRECISIONS, "module", f"has parameters of {dtype}; known: {', '.join(map(str, _PRECISIONS))}"))
-    is_priced = device_mesh.device_type == HOST or cluster != "local" or plan is not None
-    require(
-        (is_priced, "cluster", "is local, with prices of a CPU; name that of these devices (autoshard list clusters)")
-    )
-    sizes = dict(zip(names, device_mesh.shape, strict=True))
-    if plan is not None:
-        module_plan = plan if isinstance(plan, ModulePlan) else load_module_plan(Path(plan))
-        written, mesh_text = module_plan.mesh, ",".join(f"{name}={size}" for name, size in sizes.items())
-        require((written == mesh_text, "plan", f"is for the mesh {written}, not for {mesh_text}"))
-        extra_options = {*options} - {"results"}
-        require(*((False, name, "is decided by the plan; leave it out") for name in sorted(extra_options)))
-        with _without_numbers(module, type(module), device_mesh.device_type):
-            sharding = sharding_of(module_plan, module, inputs, options.get("results"))
-    else:
-        with _without_numbers(module, type(module), device_mesh.device_type):
-            sharding = shard_module(
-                module, inputs, _cluster(cluster, count), sizes, precision=_PRECISIONS[dtype], **options
-            )
-        sharding.refuse_unfit()
-    return run_on(module, sharding, device_mesh, mode="compiled" if compile else "generated")
 
 
 def run_on(
-    module: torch.nn.Module, sharding: ModuleSharding, device_mesh: DeviceMesh, *, mode: EngineMode = "generated"
+    module: torch.nn.Module,
+    sharding: ModuleSharding,
+    device_mesh: DeviceMesh,
+    *,
+    mode: EngineMode = "generated",
+    rank_inputs: RankInputs | None = None,  # without it calls of the ranks are not compared
 ) -> torch.nn.Module:
     """Let a module run as it was sharded on the ranks of a mesh; rank 0 gives the values of parameters and buffers."""
     _require_alike(sharding)
@@ -104,26 +129,78 @@ def run_on(
     capture = None if mode == "literal" else PassCapture(writer=writer)
     _place_parameters(module, program, device_mesh)
     kind = type(module)
-    module.__class__ = type(f"Sharded{kind.__name__}", (ShardedModule, kind), {"__module__": kind.__module__})
-    object.__setattr__(module, "autoshard", ShardedCalls(kind, RankRunner(program, device_mesh, capture)))
+    module.__class__ = _sharded_class(kind)
+    refuse_part_calls(module)
+    object.__setattr__(module, "autoshard", ShardedCalls(kind, RankRunner(program, device_mesh, capture), rank_inputs))
     return module
 
 
 class ShardedModule(torch.nn.Module):
-    """A module whose forward pass is that of its sharded program."""
+    """A module whose forward pass is that of its sharded program.
+
+    A Trainer of transformers need not count tokens: a loss is that of the whole batch.
+    """
 
     autoshard: "ShardedCalls"
+    accepts_loss_kwargs = False
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the sharded program for the whole batch."""
-        return self.autoshard(self, args, kwargs)
+        """Run the sharded program for the batch."""
+        calls = self.autoshard
+        if calls.format is None:
+            return calls(self, args, kwargs)
+        with torch.autocast(calls.first.device_mesh.device_type, dtype=calls.format):
+            results = calls(self, args, kwargs)
+        return in_fp32(results)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        message = "each rank has parts of it, so it is not pickled; save its state (torch.distributed.checkpoint)"
+        raise InputError.of("module", message)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "ShardedModule":
+        reduced: Any = super().__reduce_ex__(4)
+        make, arguments, state, *_ = reduced
+        memo[id(self)] = twin = make(*arguments)
+        twin.__setstate__(copy.deepcopy(state, memo))
+        refuse_part_calls(twin)
+        return twin
+
+    def __copy__(self) -> "ShardedModule":
+        reduced: Any = super().__reduce_ex__(4)
+        make, arguments, state, *_ = reduced
+        twin = make(*arguments)
+        twin.__setstate__({**state})
+        return twin
+
+    @property
+    def _is_accelerate_prepared(self) -> bool:
+        """Let accelerate wrap it in nothing, and compute as accelerate was asked to."""
+        self.autoshard.format = format_of_accelerate()
+        return True
+
+    @_is_accelerate_prepared.setter
+    def _is_accelerate_prepared(self, _: bool) -> None: ...
+
+
+def _sharded_class(kind: type[torch.nn.Module]) -> type[ShardedModule]:
+    """Return the class of sharded modules of a kind, whose forward has the kind's arguments for those who ask."""
+
+    # torch.compile around it would compile what prepares a call, and find nothing else.
+    @wraps(kind.forward)
+    @torch._disable_dynamo  # pyright: ignore[reportPrivateImportUsage]
+    def forward(self: ShardedModule, *args: Any, **kwargs: Any) -> Any:
+        return ShardedModule.forward(self, *args, **kwargs)
+
+    attributes = {"__module__": kind.__module__, "forward": forward}
+    return type(f"Sharded{kind.__name__}", (ShardedModule, kind), attributes)
 
 
 class ShardedCalls:
     """The programs of a module: for calls that differ in shapes, modes or formats it is traced again."""
 
-    def __init__(self, kind: type[torch.nn.Module], first: RankRunner) -> None:
-        self.kind, self.first, self.runners = kind, first, [first]
+    def __init__(self, kind: type[torch.nn.Module], first: RankRunner, rank_inputs: RankInputs | None) -> None:
+        self.kind, self.first, self.runners, self.rank_inputs = kind, first, [first], rank_inputs
+        self.format: torch.dtype | None = None  # of autocast
         self.signature = first.exported.signature
         self.trees: WeakKeyDictionary[torch.nn.Module, ModuleTree] = WeakKeyDictionary()  # of the module and its copies
 
@@ -134,8 +211,14 @@ class ShardedCalls:
     def __call__(self, module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run the program for a call like this."""
         values, layout = flattened(self.signature, args, kwargs)
-        flat = [value.full_tensor() if isinstance(value, DTensor) else value for value in values]
-        modules = tree_of(module, self.trees)
+        flat: list[Any] = [value.full_tensor() if isinstance(value, DTensor) else value for value in values]
+        modules, rows = tree_of(module, self.trees), None
+        if self.rank_inputs:
+            fits = [runner.exported.state.difference(modules) is None for runner in self.runners[:_MOST_COMPARED]]
+            called, states = (self.signature, layout, flat), sum(fit << number for number, fit in enumerate(fits))
+            now = ModuleCall.of(modules, layout, ())
+            setting = now.modes, now.trained, now.autocast, torch.is_grad_enabled()
+            flat, rows = self.rank_inputs.agreed(called, setting, states)
         call = ModuleCall.of(modules, layout, flat)
         changed = ""
         for runner in [candidate for candidate in self.runners if candidate.exported.call.serves(call)]:
@@ -144,13 +227,14 @@ class ShardedCalls:
                 break
         else:
             runner = self._added(module, layout, flat, changed or "")
-        results = runner(module, flat)
+        results = runner(module, flat, rows)
         runner.exported.state.note(module)
         return results
 
     def _added(self, module: torch.nn.Module, layout: TreeSpec, flat: Sequence[Any], changed: str) -> RankRunner:
         """Trace the module again; its parameters stay where they are."""
-        with _without_numbers(module, self.kind, self.first.device_mesh.device_type):
+        telling = told(f"traces {self.kind.__name__} for another kind of call")
+        with _without_numbers(module, self.kind, self.first.device_mesh.device_type), telling:
             exported = ExportedModule.called(module, self.signature, layout, flat)
         sharding, first = self.first.sharding.again(exported), self.first.program
         _require_alike(sharding)
@@ -191,6 +275,7 @@ def _without_numbers(module: torch.nn.Module, kind: type[torch.nn.Module], devic
     ]
     originals = [{**space} for space in spaces]
     try:
+        allow_part_calls(module)
         module.__class__ = kind
         for space in spaces:
             for name, tensor in space.items():
@@ -201,6 +286,8 @@ def _without_numbers(module: torch.nn.Module, kind: type[torch.nn.Module], devic
         for space, named in zip(spaces, originals, strict=True):
             space.update(named)
         module.__class__ = sharded_class
+        if issubclass(sharded_class, ShardedModule):
+            refuse_part_calls(module)
 
 
 def _place_parameters(module: torch.nn.Module, program: RankProgram, device_mesh: DeviceMesh) -> None:
@@ -251,41 +338,6 @@ def _cut(whole: torch.Tensor, layout: Layout, positions: Positions, program: Ran
     for axis, (start, stop) in enumerate(program.place.bounds(layout)):
         part = part.narrow(axis, start, stop - start)
     return part.reshape(local_shape(program.place, layout, positions))
-
-
-def _device_mesh(module: torch.nn.Module, mesh: DeviceMesh | Mapping[str, int] | str) -> DeviceMesh:
-    """Return the mesh of devices; axes with sizes are laid on the ranks that torchrun has started."""
-    if isinstance(mesh, DeviceMesh):
-        require((mesh.mesh_dim_names is not None, "mesh", "has no names of its axes; give mesh_dim_names"))
-        in_order = mesh.mesh.flatten().tolist() == list(range(dist.get_world_size()))
-        require((in_order, "mesh", "must have all ranks in their order"))
-        return mesh
-    sizes = sizes_of(mesh)
-    device = next((parameter.device.type for parameter in module.parameters()), HOST)
-    if device == "meta":
-        there = torch.accelerator.current_accelerator()
-        has_module = there is not None and hasattr(torch, there.type)  # a backend may have a name and nothing else
-        device = there.type if there and has_module and torch.accelerator.is_available() else HOST
-    try:
-        device_mesh = init_device_mesh(device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-    except (dist.DistNetworkError, dist.DistStoreError):  # enough may run, and have not met
-        raise
-    except (ValueError, RuntimeError) as error:
-        count = math.prod(sizes.values())
-        ranks = dist.get_world_size() if dist.is_initialized() else None  # the mesh has made the group by now
-        remedy = f"start as many: torchrun --nproc-per-node {count} SCRIPT"
-        raise InputError.of("mesh", f"{count} ranks do not run here ({ranks or 'none'} do); {remedy}") from error
-    return device_mesh
-
-
-def _cluster(cluster: Cluster | str, count: int) -> Cluster:
-    if isinstance(cluster, Cluster):
-        return cluster
-    if cluster == "local":
-        return load_cluster("local", ranks=count)
-    node = load_cluster(cluster).num_ranks
-    require((count % node == 0, "cluster", f"{count} ranks do not fill nodes of {cluster}, which have {node}"))
-    return load_cluster(cluster, count // node)
 
 
 def _require_alike(sharding: ModuleSharding) -> None:

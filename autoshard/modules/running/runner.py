@@ -15,6 +15,7 @@ from autoshard.errors import InputError, require
 from autoshard.layout.layout import Layout
 from autoshard.modules.region import Positions
 from autoshard.modules.rewriting.randomness import new_key
+from autoshard.modules.running.batches import BatchRows, OwnRows
 from autoshard.modules.running.capturing import PassCapture
 from autoshard.modules.running.functions import FunctionWriter
 from autoshard.modules.running.inputs import FixedInputs, InputPart, VaryingInputs
@@ -57,6 +58,7 @@ class RankRunner:
             for name in (*captured.inputs, *self.traced.block.takes)
         }
         self.varying = [name for name in captured.inputs if name not in self.fixed.names and name not in self.random]
+        self.batch_dims: dict[tuple[int, ...], frozenset[tuple[str, ...]]] = {}  # by which inputs are parts
         self.results = {result.name: result for result in results}
         self.buffers = {*self.exported.buffers, *(name for name, result in self.results.items() if result.is_buffer)}
         for place, (tensor, positions) in self.traced.results.items():
@@ -73,8 +75,11 @@ class RankRunner:
         remedy = f"shard it with results={[*seeded, *places]}"
         return f"gradients of a sharded module begin at {', '.join(seeded)}, not at {', '.join(places)}; {remedy}"
 
-    def __call__(self, module: torch.nn.Module, flat: Sequence[Any]) -> Any:
-        """Run the module; ``flat`` has its arguments, those in lists and mappings one by one."""
+    def __call__(self, module: torch.nn.Module, flat: Sequence[Any], rows: BatchRows | None = None) -> Any:
+        """Run the module; ``flat`` has its arguments, those in lists and mappings one by one.
+
+        Results of a batch that came in parts are this rank's ``rows``.
+        """
         arguments = dict(zip(self.exported.arguments, flat, strict=True))
         buffers, key = {path: tensor_at(module, path) for path in self.buffers}, self._key()
         nodes = self.nodes.values(arguments, buffers, key)
@@ -86,7 +91,9 @@ class RankRunner:
             parts: Sequence[Any] = _ShardedCall.apply(self, inputs, *tensors)  # pyright: ignore[reportUnknownMemberType]
         else:
             parts = self.forward(inputs, tensors, None)
-        return self._assemble_outputs(module, dict(zip(self.traced.block.gives, parts, strict=True)), nodes, buffers)
+        return self._assemble_outputs(
+            module, dict(zip(self.traced.block.gives, parts, strict=True)), (nodes, buffers), rows
+        )
 
     def _key(self) -> torch.Tensor | None:
         """Return the key of a call that draws random numbers: that of rank 0, since generators may differ."""
@@ -100,34 +107,61 @@ class RankRunner:
         self,
         module: torch.nn.Module,
         parts: Mapping[str, Any],
-        nodes: Mapping[str, Any],
-        buffers: Mapping[str, torch.Tensor],
+        outside: tuple[Mapping[str, Any], Mapping[str, torch.Tensor]],  # nodes and buffers
+        rows: BatchRows | None,
     ) -> Any:
         """Assemble the module's outputs from this rank's parts of the results; copy changed buffers into the module."""
         flat: list[Any] = []
+        nodes, buffers = outside
         for place, result in self.results.items():
             value = result.otherwise
             if place in self.traced.results:
                 tensor, positions = self.traced.results[place]
-                value = self._as_torch(parts[tensor], self.program.program.results[tensor].layout, positions)
+                own_rows = None if result.is_buffer else rows
+                layout = self.program.program.results[tensor].layout
+                value = self._as_torch(parts[tensor], layout, positions, own_rows)
             elif isinstance(value, torch.fx.Node):
                 path = self.exported.paths.get(value.name)
                 value = tensor_at(module, path) if path else nodes[value.name]
+                if rows and not path and self._has_rows(value.shape, (), rows):
+                    value = rows.within(value)
             if result.is_buffer:
                 buffers[place].copy_(value.detach())
             else:
                 flat.append(value)
         return self.exported.result(flat)
 
-    def _as_torch(self, local: torch.Tensor, layout: Layout, positions: Positions) -> torch.Tensor:
-        """Lay a rank's part of a result out as the module does; a DTensor where it is cut."""
+    def _has_rows(self, shape: Sequence[int], positions: Positions, rows: BatchRows) -> bool:
+        """Say whether the first dim of a result is that of the batch, or a product that begins with it."""
+        if rows.parts not in self.batch_dims:
+            self.batch_dims[rows.parts] = self._dims_of_batch(rows.parts)
+        dims = self.batch_dims[rows.parts]
+        if not positions or not dims:
+            return len(shape) > 0 and shape[0] == rows.total
+        return any(positions[0][: len(batch)] == batch for batch in dims)
+
+    def _dims_of_batch(self, parts: Sequence[int]) -> frozenset[tuple[str, ...]]:
+        """Return the first dims of the inputs that are parts of a batch, as far as the program reads them."""
+        arguments = [*self.exported.arguments]
+        cut = {arguments[number] for number in parts}
+        read = {name: node.name for name, node in self.sharding.captured.inputs.items()}
+        read |= {name: name for name in self.traced.block.takes}
+        tensors = [self.program.inputs[name][0].tensor for name, argument in read.items() if argument in cut]
+        return frozenset(self.traced.dims[tensor][0] for tensor in tensors)
+
+    def _as_torch(
+        self, local: torch.Tensor, layout: Layout, positions: Positions, rows: BatchRows | None = None
+    ) -> torch.Tensor:
+        """Lay a rank's part of a result out as the module does: its rows of the batch, or a DTensor where it is cut."""
         order = [dims_of(layout).index(dim) for position in positions for dim in position]
         part = local.permute(order).reshape(local_shape(self.program.place, layout, positions))
-        if not layout.cuts:
-            return part
         sizes = self.traced.sizes
         shape = torch.Size(math.prod(sizes[dim] for dim in position) for position in positions)
         where = placements(layout, positions, sizes, self.program.atoms)
+        if rows and self._has_rows(shape, positions, rows):
+            return OwnRows.apply(part, rows, where, shape)  # pyright: ignore
+        if not layout.cuts:
+            return part
         stride = torch.empty(shape, device="meta").stride()
         return DTensor.from_local(part, self.device_mesh, where, run_check=False, shape=shape, stride=stride)
 
