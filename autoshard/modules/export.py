@@ -21,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from autoshard.errors import InputError, require
 from autoshard.modules.nodes import Node, argument
+from autoshard.modules.rewriting.complex_numbers import write_as_pairs
 from autoshard.modules.rewriting.inlining import gradients_inside_autocast, inline
 from autoshard.modules.rewriting.randomness import RandomInput, draws, take_random_inputs
 from autoshard.modules.state.recording import recorded
@@ -105,6 +106,7 @@ class ExportedModule:
             inline(program.graph_module, _device(module), call.autocast)
             if any(_changes_something(node) or draws(node) for node in program.graph_module.graph.nodes):
                 program = program.run_decompositions({})  # which makes all changes in place results of their own
+            write_as_pairs(program.graph_module)
             random = take_random_inputs(program.graph_module)
         except InputError:  # of a function that the user marks
             raise
