@@ -14,6 +14,8 @@ from tests.slower import rest_is_slow
 class Rotated(nn.Module):
     """Attention whose queries and keys are turned by a function of complex numbers and a table of rotations."""
 
+    table: torch.Tensor
+
     def __init__(self, turn: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
         self.q, self.k, self.v, self.o = (nn.Linear(32, 32) for _ in range(4))

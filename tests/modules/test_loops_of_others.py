@@ -1,5 +1,7 @@
 """Sharded modules in the loops of accelerate, transformers and Lightning: they train as plain ones on one process."""
 
+# pyright: reportMissingImports=false
+
 import importlib.util
 import os
 import re

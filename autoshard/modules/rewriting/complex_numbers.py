@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.fx
+from torch.fx.node import map_arg
 
 from autoshard.modules.nodes import Node
 
@@ -61,7 +62,7 @@ class _PairWriter:
     def call(self, target: Any, *args: Any) -> Node:
         """Write an operation; return its result."""
         node = self.graph.call_function(target, args)
-        node.meta = {**self._meta, "val": target(*torch.fx.node.map_arg(args, lambda read: read.meta["val"]))}
+        node.meta = {**self._meta, "val": target(*map_arg(args, lambda read: read.meta["val"]))}
         return node
 
     def pair(self, value: Any) -> Node:
