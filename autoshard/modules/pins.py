@@ -11,7 +11,7 @@ from autoshard.layout.layout import Cuts
 from autoshard.layout.legal import cut_operations
 from autoshard.modules.region import Positions
 
-_EXAMPLE = '"[ffn/tp, hidden]": a dim for each axis of the tensor, and what cuts it'
+_EXAMPLE = '"[ffn/tp, hidden]", or "[/tp, _]": a dim for each axis of the tensor, or what lies there, and what cuts it'
 
 
 Places = Mapping[str, tuple[str, Positions]]  # by path a tensor of the block, as torch sees it
@@ -78,7 +78,7 @@ def _parse(text: str, positions: Positions, atoms: Mapping[str, int]) -> Cuts:
         if unknown:
             raise InputError.of("", f"{unknown[0]!r} is no axis of the mesh. {nearest(unknown[0], list(atoms))}")
         position_names = ("_", *position, ".".join(position))
-        if name not in position_names:
+        if name and name not in position_names:  # without a name it is what lies there
             raise InputError.of("", f"{name!r} is not what lies there. {nearest(name, position_names)}")
         if names and not position:
             raise InputError.of("", f"{entry}: an axis of size 1 cannot be cut")

@@ -161,7 +161,7 @@ def without_numbers(kind: str) -> float:
     torch.manual_seed(0)
     plain, inputs = (Convnet(), {"x": torch.randn(4, 3, 4, 4)}) if kind == "net" else model("Llama", 2)
     plain = plain.float()
-    module = shard(copy.deepcopy(plain).to("meta"), inputs, "data=2,model=2", pins={"*head.weight": "[_/model, _]"})
+    module = shard(copy.deepcopy(plain).to("meta"), inputs, "data=2,model=2", pins={"*head.weight": "[/model, _]"})
     assert all(cast(DTensor, one).to_local().is_meta for one in module.parameters())
     module.to_empty(device="cpu")
     whole_state = {path: one.detach().clone() for path, one in plain.state_dict().items()}
