@@ -271,7 +271,7 @@ def test_a_newer_question_of_a_pane_ends_the_search_of_the_older_one_and_of_no_o
         assert not group_is_gone(group) and not group_is_gone(other)
         assert asked(page, "a", fix="pp=1")[-1]["kind"] == "answer"
         events = [json.loads(line) for line in lines[0]]
-        assert events[-1]["kind"] == "replaced" and not any(event.get("final") for event in events)
+        assert events[-1]["kind"] == "replaced" and not any(event["final"] for event in events[:-1])
         assert group_is_gone(group) and not group_is_gone(other)
         beside.close()  # as a browser does that leaves
         assert group_is_gone(other) and not searches._running
