@@ -20,7 +20,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from torch.utils.hooks import RemovableHandle
 
 from autoshard.errors import InputError, require
-from autoshard.modules.nodes import Node, argument
+from autoshard.modules.nodes import Node, argument, place_in_tree
 from autoshard.modules.rewriting.complex_numbers import write_as_pairs
 from autoshard.modules.rewriting.inlining import gradients_inside_autocast, inline
 from autoshard.modules.rewriting.randomness import RandomInput, draws, take_random_inputs
@@ -99,8 +99,8 @@ class ExportedModule:
             separate.append(value.detach().clone().requires_grad_(value.requires_grad) if again else value)
         args, kwargs = tree.tree_unflatten(separate, layout)
         try:
-            without = _without_own_hooks(module)
-            with _own_gradients(module) as own_gradients, without, recorded(module) as record, _quietly():
+            hooks = _without_own_hooks(module)
+            with _own_gradients(module) as own_gradients, hooks, recorded(module) as record, _quietly():
                 program = torch.export.export(module, args, kwargs, strict=False)
             call = ModuleCall.of(ModuleTree.of(module), layout, flat)
             inline(program.graph_module, _device(module), call.autocast)
@@ -338,9 +338,8 @@ def _own_gradients(module: torch.nn.Module) -> Iterator[list[str]]:
 def _own_line(error: BaseException) -> str:
     """Return the last line of an error's traceback that is not torch's, or the line of the node that it names."""
     _, _, named = str(error).partition("Original traceback:\n")
-    if named:
-        return " ".join(line.strip() for line in named.splitlines()[:2])
-    return _line(traceback.extract_tb(error.__traceback__))
+    of_node = " ".join(line.strip() for line in named.splitlines()[:2])
+    return of_node or _line(traceback.extract_tb(error.__traceback__))
 
 
 def _not_traced(error: Exception) -> tuple[str, str]:
@@ -375,11 +374,6 @@ def _changes_something(node: Node) -> bool:
         return False
     tracked = schema.name == "aten::batch_norm" and argument(node, "running_mean") is not None
     return bool(schema.is_mutable) or (tracked and bool(argument(node, "training")))
-
-
-def place_in_tree(path: tuple[Any, ...]) -> str:
-    """Return the place of a part of arguments or results: keys and numbers with dots between them."""
-    return ".".join(str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in path)
 
 
 def _is_floating(value: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Nodes of a graph that torch has exported: their tensors, their axes, and the user's line behind them."""
+"""Nodes of a graph that torch has exported: their tensors, their axes, their places, and the user's line behind them."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -39,6 +39,11 @@ def fill_slots(arguments: Any, tensors: Sequence[torch.Tensor]) -> Any:
     if isinstance(arguments, TensorPlace):
         return tensors[arguments.number]
     return [fill_slots(value, tensors) for value in arguments] if isinstance(arguments, tuple) else arguments
+
+
+def place_in_tree(path: tuple[Any, ...]) -> str:
+    """Return the place of a part of arguments or results: keys and numbers with dots between them."""
+    return ".".join(str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in path)
 
 
 def line_of(node: Node) -> str:

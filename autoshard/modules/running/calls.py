@@ -10,7 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as tree
 
 from autoshard.errors import InputError
-from autoshard.modules.export import flattened, place_in_tree
+from autoshard.modules.export import flattened
+from autoshard.modules.nodes import place_in_tree
 from autoshard.modules.running.agreeing import (
     CallAgreement,
     InputLook,

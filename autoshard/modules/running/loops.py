@@ -23,8 +23,8 @@ def format_of_accelerate() -> torch.dtype | None:
     if state is None or not state.AcceleratorState._shared_state:
         return None
     precision = state.AcceleratorState().mixed_precision
-    known = ", ".join(_FORMATS)
-    require((precision in _FORMATS, "mixed_precision", f"is {precision}; a sharded module knows {known}"))
+    formats = ", ".join(_FORMATS)
+    require((precision in _FORMATS, "mixed_precision", f"is {precision}; a sharded module knows {formats}"))
     return _FORMATS[precision]
 
 
