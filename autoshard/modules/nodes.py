@@ -1,4 +1,4 @@
-"""Nodes of a graph that torch has exported: their tensors, their axes, their places, and the user's line behind them."""
+"""Nodes of a graph that torch has exported: their tensors, axes and places, and the user's line behind them."""
 
 import os
 from collections.abc import Mapping, Sequence

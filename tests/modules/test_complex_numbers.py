@@ -1,6 +1,7 @@
 """Complex numbers in modules, as rotary positions have them: pairs of real ones stand for them."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -47,11 +48,14 @@ TURNS = {
     ),
     "dims in other orders": in_other_order,
     "by real numbers": lambda pairs, table: pairs * table.real[None, :, None] + (-pairs).to(torch.complex128),
+    "by a conjugate table, parts of it": lambda pairs, table: torch.cat(
+        [(pairs * table.conj()[:, None]).select(dim=-2, index=0).unsqueeze(dim=-2), pairs[:, :, 1:]], dim=-2
+    ),
     "heads one by one": lambda pairs, table: torch.stack([pairs[:, :, head] * table for head in range(4)], dim=2),
 }
 
 
-@pytest.mark.parametrize("turn", rest_is_slow(TURNS.values(), 2, 3))
+@pytest.mark.parametrize("turn", rest_is_slow(TURNS.values(), 2, len(TURNS)))
 def test_modules_with_complex_numbers_are_proven(turn: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]):
     module, x = Rotated(turn).double(), torch.randn(4, 16, 32, dtype=torch.float64, requires_grad=True)
     found = autoshard.shard_module(module, [x], "h100-80", "dp=2,tp=4")
@@ -59,7 +63,16 @@ def test_modules_with_complex_numbers_are_proven(turn: Callable[[torch.Tensor, t
     assert not found.kept_whole
 
 
-def test_what_is_not_known_of_complex_numbers_is_refused_by_name():
-    module = Rotated(lambda pairs, table: torch.fft.fft(pairs, dim=1) * table[:, None]).double()
-    with pytest.raises(InputError, match="complex numbers"):
+UNKNOWN = {
+    "fft": lambda pairs, table: torch.fft.fft(pairs, dim=1) * table[:, None],
+    "add": lambda pairs, table: torch.add(pairs, table[:, None], alpha=2),
+    "add of a real number": lambda pairs, table: pairs + 1.0,
+    "mul": lambda pairs, table: pairs * 2j,
+}
+
+
+@pytest.mark.parametrize("turn", UNKNOWN.values(), ids=UNKNOWN)
+def test_what_is_not_known_of_complex_numbers_is_refused_by_name(turn: Callable[[torch.Tensor, torch.Tensor], Any]):
+    module = Rotated(turn).double()
+    with pytest.raises(InputError, match="gives complex numbers, which are not supported"):
         autoshard.shard_module(module, [torch.randn(4, 16, 32, dtype=torch.float64)], "h100-80", "dp=2,tp=4")

@@ -10,7 +10,7 @@ import torch
 import torch.fx
 from torch.fx.node import map_arg
 
-from autoshard.modules.nodes import Node
+from autoshard.modules.nodes import Node, argument, axes_of
 
 _aten: Any = torch.ops.aten
 _REAL = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}
@@ -54,7 +54,10 @@ class _PairWriter:
         elif is_complex(node) and (write := _WRITTEN.get(name)):
             self._meta = {key: value for key, value in node.meta.items() if key != "val"}
             with self.graph.inserting_before(node):
-                self.pairs[node] = write(self, node)
+                written = write(self, node)
+            if written is None:  # it stays complex, and is refused by its name
+                return
+            self.pairs[node] = written
         elif name != "_assert_tensor_metadata":
             return
         self.replaced.append(node)
@@ -67,16 +70,21 @@ class _PairWriter:
 
     def pair(self, value: Any) -> Node:
         """Return the pairs of a complex node."""
-        return self.pairs[value] if value in self.pairs else self.call(_aten.view_as_real.default, value)
+        if value in self.pairs:
+            return self.pairs[value]
+        plain = self.call(_aten.resolve_conj.default, value) if value.meta["val"].is_conj() else value
+        return self.call(_aten.view_as_real.default, plain)
 
     def parts(self, value: Node) -> tuple[Node, Node]:
         """Return the real and the imaginary part of a complex node."""
         pair = self.pair(value)
         return self.call(_aten.select.int, pair, -1, 0), self.call(_aten.select.int, pair, -1, 1)
 
-    def product(self, node: Node) -> Node:
+    def product(self, node: Node) -> Node | None:
         """Multiply two complex nodes, or one by a real one."""
         first, second = node.args
+        if isinstance(first, complex) or isinstance(second, complex):
+            return None
         if not (is_complex(first) and is_complex(second)):
             scaled, factor = (first, second) if is_complex(first) else (second, first)
             is_tensor = isinstance(factor, torch.fx.Node)
@@ -93,10 +101,12 @@ class _PairWriter:
         """Multiply two real nodes."""
         return self.call(_aten.mul.Tensor, first, second)
 
-    def sum(self, node: Node) -> Node:
+    def sum(self, node: Node) -> Node | None:
         """Add or subtract two complex nodes."""
-        first, second = map(self.pair, node.args[:2])
-        return self.call(node.target, first, second, *node.args[2:])
+        if node.kwargs or not all(map(is_complex, node.args)):  # alpha, or a real number
+            return None
+        first, second = map(self.pair, node.args)
+        return self.call(node.target, first, second)
 
     def conjugate(self, node: Node) -> Node:
         """Turn the sign of imaginary parts."""
@@ -104,7 +114,7 @@ class _PairWriter:
         return self.call(_aten.stack.default, (real, self.call(_aten.neg.default, imaginary)), -1)
 
     def alike(self, node: Node) -> Node:
-        """Do the same to pairs."""
+        """Do to pairs what was done to complex numbers."""
         return self.call(node.target, self.pair(node.args[0]), *node.args[1:])
 
     def resized(self, node: Node) -> Node:
@@ -114,31 +124,29 @@ class _PairWriter:
         return self.call(target, pair, [*node.meta["val"].shape, 2])
 
     def along(self, node: Node) -> Node:
-        """Do the same along dims that are counted from the front."""
-        source, *rest = node.args
-        rank = source.meta["val"].dim() + (getattr(node.target, "_opname", "") == "unsqueeze")
-        count = 2 if getattr(node.target, "_opname", "") == "transpose" else 1
-        dims = [dim % rank for dim in rest[:count]] or [0]
-        return self.call(node.target, self.pair(source), *dims, *rest[count:])
+        """Do the same to pairs along dims that are counted from the front."""
+        source, name = node.args[0], getattr(node.target, "_opname", "")
+        rank = source.meta["val"].dim() + (name == "unsqueeze")
+        words = [parameter.name for parameter in node.target._schema.arguments[1:]]
+        values = [argument(node, word) for word in words]
+        counted = [value % rank if word.startswith("dim") else value for word, value in zip(words, values, strict=True)]
+        return self.call(node.target, self.pair(source), *counted)
 
     def joined(self, node: Node) -> Node:
         """Join pairs along a dim that is counted from the front."""
-        parts, *rest = node.args
-        dim: int = rest[0] if rest else 0
-        return self.call(node.target, [self.pair(part) for part in parts], dim % node.meta["val"].dim())
+        dim: int = argument(node, "dim") % node.meta["val"].dim()
+        return self.call(node.target, [self.pair(part) for part in node.args[0]], dim)
 
     def permuted(self, node: Node) -> Node:
         """Change the order of dims; that of pairs stays the last."""
-        source, order = node.args
-        rank = source.meta["val"].dim()
-        return self.call(node.target, self.pair(source), [*(dim % rank for dim in order), rank])
+        return self.call(node.target, self.pair(node.args[0]), [*axes_of(node), node.meta["val"].dim()])
 
     def converted(self, node: Node) -> Node:
         """Give pairs the format of parts of the result."""
         return self.call(_aten.to.dtype, self.pair(node.args[0]), _REAL[node.meta["val"].dtype])
 
 
-_Write = Callable[[_PairWriter, Node], Node]
+_Write = Callable[[_PairWriter, Node], Node | None]
 _WRITTEN: Mapping[str, _Write] = {
     "mul": _PairWriter.product,
     **dict.fromkeys(("add", "sub"), _PairWriter.sum),
