@@ -57,15 +57,16 @@ def on_ranks(
 
     Ranks stay for the next case; after a failure all are new. What is ``replaced`` on the ranks meanwhile are
     attributes: of which object, its name, its value. Libraries that a process can begin only once are imported by
-    ``prepare``; every case is then a fork of its rank.
+    ``prepare``; every case is then a fork of its rank, and may change its process for good.
     """
     named = [(place.__name__ if isinstance(place, ModuleType) else place, *other) for place, *other in replaced]
     ranks, work, first = _pool().first(num_ranks), dill.dumps((body, args, named)), dill.dumps(prepare)
     what = f"{body.__name__} on {num_ranks} ranks"
     with tempfile.TemporaryDirectory() as folder:
         try:
+            group = {"init_method": f"file://{folder}/store", "timeout": timedelta(seconds=timeout_s)}
             for rank, connection in enumerate(ranks):
-                connection.send((first, rank, num_ranks, f"file://{folder}/store", timeout_s, work))
+                connection.send((first, group | {"rank": rank, "world_size": num_ranks}, work))
             return _collected({connection: rank for rank, connection in enumerate(ranks)}, what, timeout_s)
         except RankFailed:
             _pool().stop(signal.SIGABRT)  # each that still works says where it stands
@@ -257,7 +258,7 @@ def _be_a_rank(connection: int, *printing: int) -> None:
             first, *work = end.recv()
             prepare = dill.loads(first)
             if prepare is None:
-                _work(end, *work)
+                _work(end, *work, stays=True)
                 continue
             if first not in prepared:
                 prepare()
@@ -269,27 +270,52 @@ def _be_a_rank(connection: int, *printing: int) -> None:
                 end.send_bytes(pickle.dumps((time.monotonic(), f"the process ended with {status}", None)))
 
 
-def _work(end: Connection, rank: int, num_ranks: int, store: str, timeout_s: float, work: bytes) -> None:
-    """Be one rank: the answer goes out before the process group goes down, so that the first failure is told first."""
+def _work(end: Connection, group: dict[str, Any], work: bytes, *, stays: bool = False) -> None:
+    """Be one rank: the answer goes out before the process group goes down, so that the first failure is told first.
+
+    A process that stays for the next case must be after this case as it was before.
+    """
     import torch
     import torch.distributed as dist
 
     done = threading.Event()
     threading.Thread(target=_end_with_parent, args=(os.getppid(), end, done), daemon=True).start()
     torch.manual_seed(0)
+    state = _process_state()
     try:
         body, args, replaced = dill.loads(work)
-        dist.init_process_group("gloo", store, rank=rank, world_size=num_ranks, timeout=timedelta(seconds=timeout_s))
+        dist.init_process_group("gloo", **group)
         with pytest.MonkeyPatch.context() as patch:
             for place, name, value in replaced:
                 patch.setattr(import_module(place) if isinstance(place, str) else place, name, value)
             answer = pickle.dumps((time.monotonic(), "", body(*args)))
+        changed = [name for name, value in _process_state().items() if stays and value != state[name]]
+        assert not changed, f"{body.__name__} changes {changed} of a process; with prepare each case has a new process"
     except BaseException:
         answer = pickle.dumps((time.monotonic(), traceback.format_exc(), None))
     end.send_bytes(answer)
     done.set()
     with suppress(Exception):  # the other end of a connection may be gone already
         dist.destroy_process_group()
+
+
+def _process_state() -> dict[str, Any]:
+    """What a case can change for the cases after it."""
+    import torch
+    import torch.distributed as dist
+
+    return {
+        "the environment": dict(os.environ),
+        "the folder": Path.cwd(),
+        "the path of modules": list(sys.path),
+        "the name of a device": torch._C._get_privateuse1_backend_name(),
+        "the backends of devices": dict(dist.Backend.default_device_backend_map),
+        "the default format": torch.get_default_dtype(),
+        "the default device": torch.get_default_device(),
+        "the number of threads": torch.get_num_threads(),
+        "whether algorithms are deterministic": torch.are_deterministic_algorithms_enabled(),
+        "whether gradients are computed": torch.is_grad_enabled(),
+    }
 
 
 def _end_with_parent(parent: int, end: Connection, done: threading.Event) -> None:

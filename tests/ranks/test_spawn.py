@@ -1,3 +1,4 @@
+import gc
 import multiprocessing
 import os
 import time
@@ -50,3 +51,13 @@ def test_the_first_failure_is_told_and_no_process_is_left_behind(body, timeout_s
     with pytest.raises(RankFailed, match=message):
         on_ranks(2, body, timeout_s=timeout_s)
     assert set(multiprocessing.active_children()) == before
+
+
+def settling():
+    os.environ["A_CASE"] = "was here"
+
+
+def test_a_case_leaves_its_process_as_it_was_unless_the_process_is_its_own():
+    with pytest.raises(RankFailed, match=r"settling changes \['the environment'\] of a process; with prepare"):
+        on_ranks(1, settling)
+    assert on_ranks(1, settling, prepare=gc.collect) == [None]
