@@ -60,25 +60,25 @@ def on_ranks(
     ``prepare``; every case is then a fork of its rank, and may change its process for good.
     """
     named = [(place.__name__ if isinstance(place, ModuleType) else place, *other) for place, *other in replaced]
-    ranks, work, first = _pool().first(num_ranks), dill.dumps((body, args, named)), dill.dumps(prepare)
+    ranks, work = _pool(prepare).first(num_ranks), dill.dumps((body, args, named))
     what = f"{body.__name__} on {num_ranks} ranks"
     with tempfile.TemporaryDirectory() as folder:
         try:
             group = {"init_method": f"file://{folder}/store", "timeout": timedelta(seconds=timeout_s)}
             for rank, connection in enumerate(ranks):
-                connection.send((first, group | {"rank": rank, "world_size": num_ranks}, work))
+                connection.send((group | {"rank": rank, "world_size": num_ranks}, work))
             return _collected({connection: rank for rank, connection in enumerate(ranks)}, what, timeout_s)
         except RankFailed:
-            _pool().stop(signal.SIGABRT)  # each that still works says where it stands
+            _pool(prepare).stop(signal.SIGABRT)  # each that still works says where it stands
             raise
         except BaseException:
-            _pool().stop()
+            _pool(prepare).stop()
             raise
 
 
 @cache
-def _pool() -> "_Pool":
-    return _Pool()
+def _pool(prepare: Callable[[], object] | None) -> "_Pool":
+    return _Pool(dill.dumps(prepare))
 
 
 @dataclass(frozen=True)
@@ -136,10 +136,12 @@ class _Template:
 class _Pool:
     """Ranks that wait for work, each a fork of an interpreter that stays; all end with this process.
 
-    A rank that follows a failure is there at once, since its interpreter has imported torch already.
+    A rank that follows a failure is there at once, since its interpreter has imported torch already. Ranks that
+    are prepared do no other cases, so that nothing but what they import is in the processes that they fork.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, prepare: bytes) -> None:
+        self._prepare = prepare
         self._templates: list[_Template] = []
         self._connections: list[Connection] = []
         self._processes: list[int] = []
@@ -151,6 +153,7 @@ class _Pool:
         for rank in range(len(self._connections), count):
             self._connections.append(self._templates[rank.bit_count() % len(_SEEDS)].fork())
         for connection in self._connections[len(self._processes) : count]:
+            connection.send_bytes(self._prepare)
             self._processes.append(connection.recv())
         return self._connections[:count]
 
@@ -251,18 +254,16 @@ def _be_a_rank(connection: int, *printing: int) -> None:
         os.dup2(file, number)
         os.close(file)
     end = Connection(connection)
+    prepare = dill.loads(end.recv_bytes())
     end.send(os.getpid())
-    prepared = set[bytes]()
+    if prepare:
+        prepare()
     with suppress(EOFError, OSError):
         while True:
-            first, *work = end.recv()
-            prepare = dill.loads(first)
-            if prepare is None:
+            work = end.recv()
+            if not prepare:
                 _work(end, *work, stays=True)
                 continue
-            if first not in prepared:
-                prepare()
-                prepared.add(first)
             if not (child := os.fork()):
                 _work(end, *work)
                 os._exit(0)
@@ -281,7 +282,7 @@ def _work(end: Connection, group: dict[str, Any], work: bytes, *, stays: bool = 
     done = threading.Event()
     threading.Thread(target=_end_with_parent, args=(os.getppid(), end, done), daemon=True).start()
     torch.manual_seed(0)
-    state = _process_state()
+    state = _rank_state()
     try:
         body, args, replaced = dill.loads(work)
         dist.init_process_group("gloo", **group)
@@ -289,7 +290,7 @@ def _work(end: Connection, group: dict[str, Any], work: bytes, *, stays: bool = 
             for place, name, value in replaced:
                 patch.setattr(import_module(place) if isinstance(place, str) else place, name, value)
             answer = pickle.dumps((time.monotonic(), "", body(*args)))
-        changed = [name for name, value in _process_state().items() if stays and value != state[name]]
+        changed = [name for name, value in _rank_state().items() if stays and value != state[name]]
         assert not changed, f"{body.__name__} changes {changed} of a process; with prepare each case has a new process"
     except BaseException:
         answer = pickle.dumps((time.monotonic(), traceback.format_exc(), None))
@@ -299,7 +300,7 @@ def _work(end: Connection, group: dict[str, Any], work: bytes, *, stays: bool = 
         dist.destroy_process_group()
 
 
-def _process_state() -> dict[str, Any]:
+def _rank_state() -> dict[str, Any]:
     """What a case can change for the cases after it."""
     import torch
     import torch.distributed as dist
