@@ -1,4 +1,4 @@
-"""Text from weights: a model's forward pass up to the logits on one device, and tokens chosen one after the other."""
+"""Text from weights: a model's forward pass up to the logits, on one rank or cut over several, and tokens chosen."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,11 +12,11 @@ from autoshard.engine.torch.execution import RankStep, Values, run_steps
 from autoshard.engine.torch.formats import Formats
 from autoshard.engine.torch.kernels import Rotations
 from autoshard.engine.torch.kernels.products import groups_products
-from autoshard.engine.torch.ledger import Ledger
 from autoshard.engine.torch.steps import NUMBERS, RankContext, steps_of
 from autoshard.engine.torch.world import World
 from autoshard.graph.op import Array
-from autoshard.layout.program import Compute, Given, Instruction, read_by, written_by
+from autoshard.layout.layout import Layout
+from autoshard.layout.program import Compute, Given, Instruction, Value, read_by, written_by
 from autoshard.plan.plan import Plan
 from autoshard.run.activity import RankActivity
 from autoshard.run.placement import MeshRank, sequence_order
@@ -32,28 +32,35 @@ class _ForwardBlock:
 
     parts: BlockProgram
     steps: tuple[RankStep, ...]
-    result: str  # the value that it hands on
+    result: Value  # that it hands on
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WholeModel:
-    """All blocks of a model and their weights on one device, for sequences of one length."""
+class SpeakingModel:
+    """All blocks of a model and a rank's part of their weights, for sequences of one length."""
 
+    length: int
     context: RankContext
     blocks: Mapping[str, _ForwardBlock]
     weights: Mapping[str, torch.Tensor]
 
     @classmethod
-    def of(cls, plan: Plan, source: WeightSource, formats: Formats) -> "WholeModel":
-        """Read the weights of a plan of one rank; its workload says how long sequences are."""
+    def of(cls, plan: Plan, source: WeightSource, formats: Formats) -> "SpeakingModel":
+        """Read this rank's part of the weights, for a plan without stages whose ranks have met in torch's world.
+
+        The workload of the plan says how long sequences are.
+        """
         programs = programs_of(plan, packs=groups_products(formats.device))
-        world = World(
-            mesh=plan.mesh, rank=0, groups={}, sent_bytes=Counter(), activity=RankActivity(), channels={},
-            ledger=Ledger(),
-        )  # fmt: skip
+        if plan.mesh.num_ranks > 1:
+            world = World.build(plan.mesh, programs.group_atoms(), None, RankActivity())
+        else:
+            world = World(
+                mesh=plan.mesh, rank=0, groups={}, sent_bytes=Counter(), activity=RankActivity(), channels={},
+            )  # fmt: skip
+        mesh_rank = MeshRank(mesh=plan.mesh, rank=world.rank, sizes=programs.graph.sizes)
         context = RankContext(
             world=world,
-            mesh_rank=MeshRank(mesh=plan.mesh, rank=0, sizes=programs.graph.sizes),
+            mesh_rank=mesh_rank,
             formats=formats,
             positions=torch.from_numpy(sequence_order(plan)),
             rotations=Rotations(),
@@ -61,30 +68,41 @@ class WholeModel:
         )
         (stage,) = programs.stages
         forwards = {id(parts): _forward(context, parts) for parts in stage.values()}  # equal layers have one program
-        ties, weights = tied_instances(programs.graph), dict[str, torch.Tensor]()
+        ties, weights, read = tied_instances(programs.graph), dict[str, torch.Tensor](), dict[object, torch.Tensor]()
         for name, parts in stage.items():
             for tensor in parts.block.parameters:
                 instance = f"{name}.{tensor.name}"
-                owner = ties.get(instance, instance)
-                if owner not in weights:
-                    memory = torch.empty(source.shapes[owner], dtype=formats.of(tensor.dtype))
-                    source.fill(memory, owner, (0,) * memory.dim())
-                    weights[owner] = memory.to(formats.device)
-                weights[instance] = weights[owner]
-        return cls(
-            context=context, blocks={name: forwards[id(parts)] for name, parts in stage.items()}, weights=weights
-        )
+                owner, bounds = ties.get(instance, instance), mesh_rank.bounds(parts.input_value(tensor.name).layout)
+                if (owner, bounds) not in read:
+                    shape = [stop - start for start, stop in bounds]
+                    memory = torch.empty(shape, dtype=formats.of(tensor.dtype))
+                    source.fill(memory, owner, [start for start, _ in bounds])
+                    read[owner, bounds] = memory.to(formats.device)
+                weights[instance] = read[owner, bounds]
+        blocks = {name: forwards[id(parts)] for name, parts in stage.items()}
+        return cls(length=plan.workload.seq_len, context=context, blocks=blocks, weights=weights)
 
     @torch.no_grad()
-    def logits(self, tokens: Array) -> torch.Tensor:
-        """Return the logits behind every token of [1, length]: what they say does not depend on later tokens."""
+    def logits(self, tokens: Array, place: int) -> torch.Tensor:
+        """Return the logits behind one token of [1, length], the same on all ranks; later tokens change nothing."""
         hidden: torch.Tensor | None = None
         for name, block in self.blocks.items():
             values: Values = {}
             run_steps(block.steps, values, self._source(name, block, tokens, hidden))
-            hidden = values[block.result].contiguous()
+            hidden = values[block.result.name].contiguous()
         assert hidden is not None, "a model has blocks"
-        return hidden[0]
+        *_, last = self.blocks.values()
+        return self._row(hidden, last.result.layout, place)
+
+    def _row(self, logits: torch.Tensor, layout: Layout, place: int) -> torch.Tensor:
+        """Return one row of logits of which every rank holds a part."""
+        here, sizes = self.context.mesh_rank, self.context.mesh_rank.sizes
+        (_, (first, stop), (low, high)) = here.bounds(layout)
+        row = torch.zeros(sizes[layout.dims[-1][0]])
+        counted = {atom for _, atoms in layout.dims for atom in atoms} | {*layout.sums}
+        if first <= place < stop and here.is_first(atom for atom, _ in here.mesh.axes if atom not in counted):
+            row[low:high] = logits[0, place - first]
+        return self.context.world.total(row) if here.mesh.num_ranks > 1 else row
 
     def _source(
         self, name: str, block: _ForwardBlock, tokens: Array, hidden: torch.Tensor | None
@@ -97,7 +115,10 @@ class WholeModel:
             if tensor == carried:
                 assert hidden is not None, "the first block takes tokens"
                 return hidden
-            return formats.tensor(tokens, "int64") if tensor == "tokens" else self.weights[f"{name}.{tensor}"]
+            if tensor == "tokens":
+                layout = block.parts.input_value(tensor).layout
+                return formats.tensor(self.context.mesh_rank.block(tokens, layout), "int64")
+            return self.weights[f"{name}.{tensor}"]
 
         return source
 
@@ -105,9 +126,9 @@ class WholeModel:
 def _forward(context: RankContext, parts: BlockProgram) -> _ForwardBlock:
     """Prepare a block's forward pass, of the last block only what its logits are made of."""
     ends = [entry for entry in parts.forward if isinstance(entry, Compute) and entry.op.name == _LAST_PRODUCT]
-    result = ends[0].writes[0].name if ends else parts.program.results[parts.handed_on].name
-    parts = replace(parts, forward=tuple(_makers(parts.forward, result)))
-    return _ForwardBlock(parts=parts, steps=tuple(steps_of(context, parts, "F", {result})), result=result)
+    result = ends[0].writes[0] if ends else parts.program.results[parts.handed_on]
+    parts = replace(parts, forward=tuple(_makers(parts.forward, result.name)))
+    return _ForwardBlock(parts=parts, steps=tuple(steps_of(context, parts, "F", {result.name})), result=result)
 
 
 def _makers(instructions: Sequence[Instruction], result: str) -> Iterator[Instruction]:
@@ -120,12 +141,17 @@ def _makers(instructions: Sequence[Instruction], result: str) -> Iterator[Instru
     yield from reversed(makers)
 
 
-def continued(model: WholeModel, prompt: Sequence[int], length: int, choose: Choose, stop: int | None) -> Iterator[int]:
-    """Yield one token after the other behind a prompt, until a sequence has its length or the token that stops it."""
-    tokens = np.zeros((1, length), dtype=np.int64)
+def continued(
+    model: SpeakingModel, prompt: Sequence[int], num_tokens: int, choose: Choose, stop: int | None
+) -> Iterator[int]:
+    """Yield so many tokens behind a prompt, or fewer where the token that stops it is among them.
+
+    Every rank of a model chooses the same ones.
+    """
+    tokens = np.zeros((1, model.length), dtype=np.int64)
     tokens[0, : len(prompt)] = prompt
-    for place in range(len(prompt), length):
-        token = choose(model.logits(tokens)[place - 1])
+    for place in range(len(prompt), len(prompt) + num_tokens):
+        token = choose(model.logits(tokens, place - 1))
         yield token
         if token == stop:
             return

@@ -1,6 +1,9 @@
 """Text from weights: token by token what transformers chooses, and what the command finds in folders and refuses."""
 
 import json
+import subprocess
+import sys
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -8,25 +11,26 @@ import pytest
 import torch
 
 from autoshard.cli import main
-from autoshard.commands.running.generate import plan_of_one_rank
+from autoshard.commands.running.generate import plan_of_text
 from autoshard.engine.torch.formats import Formats
 from autoshard.plan.codec import load
 from autoshard.run.folder import folder_of
 from autoshard.runtime.convert.converting import open_weights
-from autoshard.runtime.generating import WholeModel, chooser, continued
+from autoshard.runtime.generating import SpeakingModel, chooser, continued
 from autoshard.spec.model_catalogue import load_model, read_config
 from tests.kit import SMALL_FAMILIES
-from tests.runtime.cases import write_tiny
+from tests.ranks.spawn import on_ranks
+from tests.runtime.cases import environment, write_tiny
 from tests.runtime.convert.test_opening import module_of
 from tests.slower import rest_is_slow
 
 PROMPT, NUM_TOKENS = (3, 1, 4, 1), 5
 
 
-def whole_model(folder: Path, length: int) -> WholeModel:
+def model_of(folder: Path, length: int, num_ranks: int = 1) -> SpeakingModel:
     model = load_model(folder)
     source = open_weights(folder, "hf", str(read_config(folder / "config.json")["model_type"]), model)
-    return WholeModel.of(plan_of_one_rank(model, length), source, Formats())
+    return SpeakingModel.of(plan_of_text(model, length, num_ranks), source, Formats())
 
 
 @pytest.mark.parametrize("family", rest_is_slow(SMALL_FAMILIES, 3, 3))
@@ -34,17 +38,35 @@ def test_tokens_are_those_that_transformers_chooses(family: str, tmp_path: Path)
     module = module_of(family)
     module.save_pretrained(tmp_path)
     length = len(PROMPT) + NUM_TOKENS
-    model, tokens, expected = whole_model(tmp_path, length), list(PROMPT), list[int]()
+    model, tokens, expected = model_of(tmp_path, length), list(PROMPT), list[int]()
     for _ in range(NUM_TOKENS):
         with torch.no_grad():
             logits = module(torch.tensor([tokens])).logits[0, -1]
         padded = np.array([[*tokens, *[0] * (length - len(tokens))]])
-        torch.testing.assert_close(model.logits(padded)[len(tokens) - 1].float(), logits, rtol=0, atol=2e-5)
+        torch.testing.assert_close(model.logits(padded, len(tokens) - 1), logits, rtol=0, atol=2e-5)
         expected.append(int(logits.argmax()))
         tokens.append(expected[-1])
-    assert [*continued(model, PROMPT, length, chooser(0.0, None, 0), stop=None)] == expected
-    stopped = [*continued(model, PROMPT, length, chooser(0.0, None, 0), stop=expected[1])]
+    assert [*continued(model, PROMPT, NUM_TOKENS, chooser(0.0, None, 0), stop=None)] == expected
+    stopped = [*continued(model, PROMPT, NUM_TOKENS, chooser(0.0, None, 0), stop=expected[1])]
     assert stopped == expected[: expected.index(expected[1]) + 1], "what closes a document ends it"
+
+
+def spoken(folder: Path, num_ranks: int) -> tuple[torch.Tensor, list[int], list[int]]:
+    model = model_of(folder, len(PROMPT) + NUM_TOKENS, num_ranks)
+    padded = np.array([[*PROMPT, *[0] * (model.length - len(PROMPT))]])
+    rows = torch.stack([model.logits(padded, place) for place in range(len(PROMPT))])
+    likeliest = [*continued(model, PROMPT, NUM_TOKENS, chooser(0.0, None, 0), stop=None)]
+    return rows, likeliest, [*continued(model, PROMPT, NUM_TOKENS, chooser(1.5, 20, 5), stop=None)]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("family", "num_ranks"), rest_is_slow([*product(SMALL_FAMILIES, (2,)), ("llama", 4)], 2, 2))
+def test_ranks_that_share_a_model_choose_what_one_chooses(family: str, num_ranks: int, tmp_path: Path) -> None:
+    module_of(family).save_pretrained(tmp_path)
+    rows, *expected = spoken(tmp_path, 1)
+    for answer in on_ranks(num_ranks, spoken, tmp_path, num_ranks):
+        torch.testing.assert_close(answer[0], rows, rtol=0, atol=2e-5)
+        assert [*answer[1:]] == expected
 
 
 def test_draws_follow_the_softmax_of_the_likeliest_and_the_seed() -> None:
@@ -96,8 +118,12 @@ def test_a_run_says_what_it_has_learned(run_folder: Path, capsys: pytest.Capture
     place = str(run_folder / "checkpoints" / folder_of(16))
     assert json.loads(said(capsys, place, *asked[1:], "--json"))["source"] == place
     drawn = (*asked, "--temperature", "1.5", "--seed", "3")
-    assert said(capsys, *drawn) == said(capsys, *drawn)
+    assert said(capsys, *drawn) == said(capsys, *drawn) == said(capsys, *drawn, "--ranks", "2")
     assert "there is no checkpoint" in said(capsys, *asked, "--step", "5", code=2)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    words = ["-m", "autoshard.cli", "generate", *asked]
+    run = subprocess.run([*torchrun, *words], check=True, env=environment(), stdout=subprocess.PIPE, text=True)
+    assert run.stdout == "abababababab"[:10] + "\n", "one rank of them prints"
     for line in run_folder.glob("checkpoints/*/training.json"):
         line.unlink()
     assert "says which tokenizer made its tokens. Type bytes" in said(capsys, *asked, code=2)
@@ -117,3 +143,6 @@ def test_what_cannot_go_on_is_refused(tmp_path: Path, capsys: pytest.CaptureFixt
     far = said(capsys, folder, "--prompt", small, "--tokens", "999", *bytes_, code=2)
     assert "have 1002 tokens, and the model knows" in far
     assert said(capsys, folder, "--prompt", small, "--tokens", "2", *bytes_).startswith(small)
+    shared = said(capsys, folder, "--prompt", small, "--tokens", "2", *bytes_, "--ranks", "3", code=2)
+    assert "--ranks 3: tp=3: " in shared and "do not divide by 3" in shared
+    assert "must be at least 1" in said(capsys, folder, "--prompt", small, *bytes_, "--ranks", "0", code=2)

@@ -1,6 +1,8 @@
 """``autoshard generate``: let the weights of a run, or of a Hugging Face folder, go on with a text."""
 
 import math
+import shutil
+import tempfile
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -8,11 +10,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from autoshard.commands.output import print_answer
 from autoshard.commands.tokenize import named_tokenizer
-from autoshard.errors import InputError, require
+from autoshard.errors import Fault, InputError, require
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.codec import load
 from autoshard.plan.plan import Plan
 from autoshard.run.folder import CHECKPOINTS, PLAN, TRAINING, folder_of
+from autoshard.runtime.launch import Placing, given_rank, launch
 from autoshard.search.bound.request import Request, plan_at
 from autoshard.spec import record
 from autoshard.spec.cluster_catalogue import load_cluster
@@ -48,12 +51,13 @@ def generate(
     seed: int = 0,
     step: Literal["newest", "best"] | int = "newest",
     tokenizer: str | None = None,
+    ranks: int | None = None,
     json: bool = False,
 ) -> int:
     """Let the weights of a run, or of a Hugging Face folder, go on with a text.
 
-    It reads the whole model into this process, in FP32, and computes every token anew: enough to hear what a run has
-    learned, and no server.
+    It reads the model in FP32, cut over ranks where there are several, and computes every token anew: enough to hear
+    what a run has learned, and no server.
 
     Args:
         source: The folder of a run, one of its checkpoints, or a folder with a config.json and safetensors.
@@ -64,6 +68,7 @@ def generate(
         seed: Of the draws.
         step: Of a run: the newest checkpoint, the best one by its evaluations, or that of a step.
         tokenizer: bytes, a folder with a tokenizer.json, or a hub's name. Default: that of the run's data.
+        ranks: Over how many ranks of this machine the model is cut. Default: 1, or as many as torchrun or srun starts.
         json: Print one JSON object instead of the text.
     """
     sampled = temperature > 0
@@ -72,6 +77,7 @@ def generate(
         (0 <= temperature < math.inf, "--temperature", f"must be at least 0, not {temperature:g}"),
         (top_k is None or (top_k >= 1 and sampled), "--top-k", "must be at least 1, and needs a --temperature above 0"),
         (bool(prompt), "--prompt", "must not be empty"),
+        (ranks is None or ranks >= 1, "--ranks", f"must be at least 1, not {ranks}"),
     )
     try:
         weights = _weights_in(source, step)
@@ -82,7 +88,11 @@ def generate(
     require((bool(first), "--prompt", f"has no token of {words.record.name}. Type some text"))
     require((max(first) < weights.model.vocab, "--tokenizer", _foreign(words, weights.model)))
     start_s = time.monotonic()
-    added = _added(weights, first, len(first) + tokens, words.record.eos, (temperature, top_k, seed))
+    draw = temperature, top_k, seed
+    ask = _Ask(weights=weights, prompt=first, num_tokens=tokens, stop=words.record.eos, draw=draw)
+    added = ask.on_ranks(ranks)
+    if added is None:  # on another rank than the first
+        return 0
     text, time_s = words.text(added), time.monotonic() - start_s
     if json:
         print_answer({"source": str(weights.folder), "prompt": prompt, "text": text, "tokens": added, "time_s": time_s})
@@ -91,25 +101,63 @@ def generate(
     return 0
 
 
-def _added(
-    weights: _Weights, prompt: list[int], length: int, eos: int | None, draw: tuple[float, int | None, int]
-) -> list[int]:
-    from autoshard.engine.torch.formats import Formats
-    from autoshard.runtime.generating import WholeModel, chooser, continued
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Ask:
+    """What goes on with a text, and how."""
 
-    longest = weights.model.max_positions if weights.model.positions == "learned" else None
+    weights: _Weights
+    prompt: list[int]
+    num_tokens: int
+    stop: int | None
+    draw: tuple[float, int | None, int]
+
+    def on_ranks(self, stated: int | None) -> list[int] | None:
+        """Return the tokens that follow; None in the process of another rank than the first."""
+        from autoshard.runtime import generating
+
+        assert generating, "forks of a process that has imported it start at once"
+        launched = given_rank()
+        if launched is not None and stated is not None:
+            launched.refuse_other_size(stated, "--ranks")
+        num_ranks = launched.num_ranks if launched else stated or 1
+        plan = plan_of_text(self.weights.model, len(self.prompt) + self.num_tokens, num_ranks)
+        if num_ranks == 1:
+            return self._added(plan, 1)
+        folder = Path(tempfile.mkdtemp(prefix="autoshard-generate-"))
+        apart = num_ranks if launched is not None and not launched.alone else 1
+        answer = launch(
+            launched, num_ranks, lambda _: self._added(plan, apart), show=lambda _: None, placing=Placing(folder=folder)
+        )
+        shutil.rmtree(folder)  # after a failure it stays: its message names the logs
+        return answer
+
+    def _added(self, plan: Plan, num_machines: int) -> list[int]:
+        """Return the tokens that follow, as every rank computes them; each machine must hold its share of weights."""
+        from autoshard.engine.torch.formats import Formats
+        from autoshard.runtime.generating import SpeakingModel, chooser, continued
+
+        model = SpeakingModel.of(plan, _source_of(self.weights, num_machines), Formats())
+        return [*continued(model, self.prompt, self.num_tokens, chooser(*self.draw), self.stop)]
+
+
+def plan_of_text(model: ModelSpec, num_tokens: int, num_ranks: int) -> Plan:
+    """Return a plan that cuts a model over ranks by tp, for a sequence of so many tokens, filled up for the cut.
+
+    Nothing is dropped at random when a model speaks.
+    """
+    length = -(-num_tokens // num_ranks) * num_ranks
+    longest = model.max_positions if model.positions == "learned" else None
     too_long = f"the prompt and its continuation have {length} tokens, and the model knows {longest} positions"
     require((longest is None or length <= longest, "--tokens", too_long))
-    model = WholeModel.of(plan_of_one_rank(weights.model, length), _source_of(weights), Formats())
-    return [*continued(model, prompt, length, chooser(*draw), eos)]
-
-
-def plan_of_one_rank(model: ModelSpec, seq_len: int) -> Plan:
-    """Return a plan of one rank for one sequence; nothing is dropped at random when a model speaks."""
     plain = replace(model, hidden_dropout=0.0, attention_dropout=0.0)
-    work = Workload(seq_len=seq_len, global_batch=1, precision=Precision.named("fp32"))
-    request = Request(model=plain, cluster=load_cluster("local", ranks=1), workload=work, engines=("torch",))
-    return plan_at(request, Candidate(zero=0))
+    work = Workload(seq_len=length, global_batch=1, precision=Precision.named("fp32"))
+    try:
+        cluster = load_cluster("local", ranks=num_ranks)
+        request = Request(model=plain, cluster=cluster, workload=work, engines=("torch",))
+        return plan_at(request, Candidate(tp=num_ranks, zero=0))
+    except InputError as error:
+        faults = (fault.message for fault in error.faults)
+        raise InputError(Fault(where=f"--ranks {num_ranks}", message=message) for message in faults) from None
 
 
 def _weights_in(source: Path, step: str | int) -> _Weights:
@@ -184,15 +232,15 @@ def _foreign(words: "Tokenizer", model: ModelSpec) -> str:
     return f"tokens of {words.record.name} go to {words.record.vocab - 1}, those of {model.name} to {model.vocab - 1}"
 
 
-def _source_of(weights: _Weights) -> "WeightSource":
-    """Open the weights; refuse more than this machine can hold."""
+def _source_of(weights: _Weights, num_machines: int) -> "WeightSource":
+    """Open the weights; refuse more than this machine can hold, where so many share them."""
     from autoshard.runtime.convert.converting import form_of, open_weights
     from autoshard.runtime.machine import available_bytes
 
     config = weights.folder / "config.json"
     form = form_of(weights.folder)
     family: Any = read_config(config)[_FAMILY] if form == "hf" else None
-    needed, there = weights.model.num_parameters * DTYPE_BYTES["fp32"], available_bytes()
+    needed, there = weights.model.num_parameters * DTYPE_BYTES["fp32"] // num_machines, available_bytes()
     large = f"its weights take {format_bytes(needed)} in FP32, and this machine has {format_bytes(there)} left"
     require((needed < there, str(weights.folder), large))
     return open_weights(weights.folder, form, family and str(family), weights.model)
