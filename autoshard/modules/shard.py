@@ -28,6 +28,7 @@ from autoshard.layout.program import Compute, Given, Program
 from autoshard.layout.table import program_of
 from autoshard.modules.blocks import TracedBlock, traced_block
 from autoshard.modules.capture import Captured, capture, read
+from autoshard.modules.describing import parameter_lines, sent_lines
 from autoshard.modules.export import ExportedModule
 from autoshard.modules.fingerprint import block_hash
 from autoshard.modules.pins import Places, pinned_cuts
@@ -154,8 +155,21 @@ class ModuleSharding:
         )  # fmt: skip
 
     def __str__(self) -> str:
-        lines = [str(self.sharding), *(f"{path} [{', '.join(dims)}]" for path, dims in self.dims.items())]
-        return "\n".join([*lines, *(f"kept whole: {line}" for line in self.kept_whole)])
+        """Say what cuts the parameters, and what a rank sends; ``sharding`` prints every operation."""
+        question, traced, mesh, sharding = self.question, self.traced, self.mesh, self.sharding
+        axes, ranks = ", ".join(f"{name}={size}" for name, size in mesh.axes), math.prod(size for _, size in mesh.axes)
+        cost, *_ = str(sharding).splitlines()
+        weights = parameter_lines(self.captured.parameters, traced, self.program, sharding.rests)
+        sections = {
+            "the axes that cut each dim of a parameter": weights,
+            "sent in a step, with the bytes of a rank": sent_lines(traced, self.program, mesh),
+            "whole on every rank, because nothing is known of the operation": iter(self.kept_whole),
+        }
+        lines = [f"{question.module} on {ranks} ranks ({axes}): {cost}"]
+        for title, section in sections.items():
+            listed = [f"  {line}" for line in section]
+            lines += [f"{title}:", *listed] if listed else []
+        return "\n".join(lines)
 
 
 def shard_module(  # noqa: PLR0913

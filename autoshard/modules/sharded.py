@@ -153,6 +153,10 @@ class ShardedModule(torch.nn.Module):
             results = calls(self, args, kwargs)
         return in_fp32(results)
 
+    def extra_repr(self) -> str:
+        """Say beside what the class says how the module is sharded."""
+        return "\n".join(text for text in (super().extra_repr(), str(self.autoshard.first.sharding)) if text)
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         message = "each rank has parts of it, so it is not pickled; save its state (torch.distributed.checkpoint)"
         raise InputError.of("module", message)

@@ -124,9 +124,13 @@ class _Ask:
         if num_ranks == 1:
             return self._added(plan, 1)
         folder = Path(tempfile.mkdtemp(prefix="autoshard-generate-"))
-        apart = num_ranks if launched is not None and not launched.alone else 1
+        num_machines = num_ranks if launched is not None and not launched.alone else 1
         answer = launch(
-            launched, num_ranks, lambda _: self._added(plan, apart), show=lambda _: None, placing=Placing(folder=folder)
+            launched,
+            num_ranks,
+            lambda _: self._added(plan, num_machines),
+            show=lambda _: None,
+            placing=Placing(folder=folder),
         )
         shutil.rmtree(folder)  # after a failure it stays: its message names the logs
         return answer
