@@ -12,12 +12,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch._inductor import debug, scheduler
-from torch._inductor.compile_fx import _recursive_post_grad_passes, record_original_output_strides
-from torch._inductor.graph import GraphLowering
-from torch._inductor.ir import MultiOutput
 from torch._inductor.runtime.hints import DeviceProperties
-from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -230,6 +225,11 @@ def _num_bytes(tensor: torch.Tensor) -> int:
 
 def fused(piece: Piece, examples: Sequence[torch.Tensor]) -> Count:
     """Return the kernels that Inductor makes of a piece for a GPU: traced on the host, then moved."""
+    from torch._inductor import debug, scheduler  # seconds, which who imports this file need not wait
+    from torch._inductor.compile_fx import _recursive_post_grad_passes, record_original_output_strides
+    from torch._inductor.graph import GraphLowering
+    from torch._inductor.virtualized import V
+
     fake = FakeTensorMode()
     piece.__globals__["device"] = torch.device(HOST)
     with fake:
@@ -262,9 +262,11 @@ def _on_gpu(one: Any) -> Any:
     return torch.device("cuda", 0) if isinstance(one, torch.device) else one
 
 
-def _of_node(node: scheduler.BaseSchedulerNode) -> Count:
+def _of_node(node: Any) -> Count:
     """Return a kernel of Inductor's; what it leaves to torch is a product, or moves what it reads and writes, too."""
-    if isinstance(node, scheduler.NopKernelSchedulerNode) or isinstance(node.node, MultiOutput):
+    from torch._inductor.ir import MultiOutput
+
+    if isinstance(node.node, MultiOutput):
         return Count()  # a name for a part of what a kernel returned
     name = str(getattr(node.node, "python_kernel_name", "")) if node.is_extern() else ""
     is_product = any(part in name for part in _PRODUCTS)
@@ -274,6 +276,8 @@ def _of_node(node: scheduler.BaseSchedulerNode) -> Count:
 @contextmanager
 def _as_if_there_were_a_gpu() -> Iterator[None]:
     """Answer what Inductor asks of a GPU and of Triton before it writes code for them."""
+    from torch._inductor import scheduler
+
     with (
         mock.patch.object(DeviceProperties, "create", lambda _: _HOPPER),
         mock.patch.object(torch.cuda, "get_device_properties", lambda *_: _HOPPER),

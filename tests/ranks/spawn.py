@@ -36,6 +36,7 @@ _SEEDS = (4, 7)  # of the ranks' hashes: neighbours along an axis of two order n
 _IMPORTED = (
     "autoshard.engine.torch.engine", "autoshard.modules.sharded", "tests.ranks.cases",
     "transformers.models.llama.modeling_llama",  # a second of each rank that shards a model of transformers
+    "torch._inductor.compile_fx",
 )  # fmt: skip
 
 Replaced = tuple[Any, str, Any]
@@ -57,10 +58,12 @@ def on_ranks(
 
     Ranks stay for the next case; after a failure all are new. What is ``replaced`` on the ranks meanwhile are
     attributes: of which object, its name, its value. Libraries that a process can begin only once are imported by
-    ``prepare``; every case is then a fork of its rank, and may change its process for good.
+    ``prepare`` in ranks that work for nobody else, since a process that has worked has threads, which a fork has not;
+    every case is then a fork of its rank, and may change its process for good.
     """
     named = [(place.__name__ if isinstance(place, ModuleType) else place, *other) for place, *other in replaced]
-    ranks, work = _pool(prepare).first(num_ranks), dill.dumps((body, args, named))
+    pool, work = _pool(dill.dumps(prepare)), dill.dumps((body, args, named))
+    ranks = pool.first(num_ranks)
     what = f"{body.__name__} on {num_ranks} ranks"
     with tempfile.TemporaryDirectory() as folder:
         try:
@@ -69,16 +72,17 @@ def on_ranks(
                 connection.send((group | {"rank": rank, "world_size": num_ranks}, work))
             return _collected({connection: rank for rank, connection in enumerate(ranks)}, what, timeout_s)
         except RankFailed:
-            _pool(prepare).stop(signal.SIGABRT)  # each that still works says where it stands
+            pool.stop(signal.SIGABRT)  # each that still works says where it stands
             raise
         except BaseException:
-            _pool(prepare).stop()
+            pool.stop()
             raise
 
 
 @cache
-def _pool(prepare: Callable[[], object] | None) -> "_Pool":
-    return _Pool(dill.dumps(prepare))
+def _pool(prepare: bytes) -> "_Pool":
+    """Return the ranks of all cases with the same preparation."""
+    return _Pool(prepare)
 
 
 @dataclass(frozen=True)

@@ -57,6 +57,16 @@ def settling():
     os.environ["A_CASE"] = "was here"
 
 
+def parent():
+    return os.getppid()
+
+
+def test_what_is_prepared_is_no_fork_of_a_process_that_has_worked():
+    (worked,) = on_ranks(1, os.getpid)
+    first, second = on_ranks(1, parent, prepare=gc.collect), on_ranks(1, parent, prepare=gc.collect)
+    assert first == second != [worked]
+
+
 def test_a_case_leaves_its_process_as_it_was_unless_the_process_is_its_own():
     with pytest.raises(RankFailed, match=r"settling changes \['the environment'\] of a process; with prepare"):
         on_ranks(1, settling)

@@ -9,9 +9,6 @@ from typing import Any
 
 import torch
 from torch._dynamo.backends.registry import list_backends, lookup_backend
-from torch._inductor import config
-from torch._inductor.compile_fx import compile_fx_inner
-from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -28,6 +25,9 @@ _THREADS_OF_HOST = 1  # ranks of one machine compile at the same time, and worke
 
 def compiler_of(device: torch.device) -> Callable[[Piece, Sequence[torch.Tensor]], Piece]:
     """Return a device's compiler, which takes a piece, and tensors with the shapes and strides of its inputs."""
+    from torch._inductor import config  # two seconds, which a run without a compiler need not wait
+    from torch._inductor.compile_fx import compile_fx_inner
+
     settings = {"compile_threads": _THREADS_OF_HOST} if device.type == HOST else {}
     even, registered = FakeTensorMode(), device.type in list_backends()
 
@@ -94,6 +94,8 @@ def traced(
 
     Inductor wants operations that it decomposes; other compilers do so themselves.
     """
+
+    from torch._inductor.decomposition import select_decomp_table
 
     def run(*tensors: torch.Tensor) -> Sequence[torch.Tensor]:
         return piece(list(tensors))
