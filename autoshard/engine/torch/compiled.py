@@ -94,7 +94,6 @@ def traced(
 
     Inductor wants operations that it decomposes; other compilers do so themselves.
     """
-
     from torch._inductor.decomposition import select_decomp_table
 
     def run(*tensors: torch.Tensor) -> Sequence[torch.Tensor]:
