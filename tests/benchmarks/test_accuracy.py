@@ -102,6 +102,7 @@ def test_tables_go_between_their_markers_and_the_pages_have_these_lines(tmp_path
     assert text.startswith("before\n") and "\nmiddle\n" in text and text.endswith("\nafter\n")
 
 
+@pytest.mark.slow
 def test_rows_are_told_apart_by_software_and_predicted_by_the_fit_that_left_them_out(tmp_path: Path) -> None:
     parts, constants = left_out(TRAINIUM, published(TRAINIUM)), built_in("trn1.32xlarge")
     assert constants.fit

@@ -237,6 +237,7 @@ def test_layouts_are_held_against_one_process_of_the_same_question(tmp_path: Pat
     assert one.holds, "both have the same losses"
 
 
+@pytest.mark.slow
 def test_a_layout_that_is_off_misses_its_bar(tmp_path: Path) -> None:
     plan = next(iter(layouts.plans(played(tmp_path, "trn1.2xlarge")).values()))
     ran = [_ran(tmp_path, plan, str(norm), norm) for norm in (1.0, 1.01)]

@@ -49,6 +49,7 @@ def test_lines_of_the_page_are_what_is_planned():
     assert table.count("\n| ") == 2 + len(SETUPS) - 1 + 1, "a head, a rule and a line for each"
 
 
+@pytest.mark.slow
 def test_a_page_gets_its_table_and_a_sentence_for_each_large_difference():
     (one, _), page = quick(), f"before\n<!-- {NAME} -->\n<!-- /{NAME} -->\nafter\n"
     slow = of_a_layout("tp=8,dp=2")

@@ -66,6 +66,7 @@ class TestAdvice:
         assert len({str(one.plan.candidate) for one in more.proposals}) == len(more.proposals) <= 4
         assert advice(plans, rows, budget=4) == more, "output repeats"
 
+    @pytest.mark.slow
     def test_what_is_measured_already_is_not_proposed_and_the_best_of_it_is_chosen(self) -> None:
         _, plans = local()
         factors = [1.3, 1.2, 0.8, 1.1, 1.2, 1.3]
@@ -140,6 +141,7 @@ class TestAdvice:
 class TestProposedRuns:
     """A large plan, made so small that it runs on fewer nodes."""
 
+    @pytest.mark.slow
     def test_runs_are_legal_and_fit_and_are_no_larger_than_allowed(self) -> None:
         request, plans = on_nodes()
         runs = proposed_runs(request, plans, 2)

@@ -80,6 +80,7 @@ def test_the_fastest_layout_is_that_of_the_same_question_by_the_median_of_its_ro
     assert rows.best_of(replace(larger, workload=replace(larger.workload, global_batch=4096))) is None
 
 
+@pytest.mark.slow
 def test_the_next_layout_is_new_and_lowers_the_regret() -> None:
     rows = known(seconds_under([0.5, -0.5, 1.0]), [5, 6, 7])
     best = rows.best_of(runs()[0])

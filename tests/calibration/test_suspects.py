@@ -69,6 +69,7 @@ def test_a_bias_that_all_rows_of_a_program_have_names_nobody():
     assert named(found) == {}
 
 
+@pytest.mark.slow
 def test_a_published_rate_that_disagrees_with_batch_and_step_time_is_named():
     found = known("sweeps/bloom_a100")
     row = [*found.rows.rows.values()][3]

@@ -109,6 +109,7 @@ def on_own_file(name: str) -> Plan:
     return plan_at(request, Candidate.parse("tp=2,pp=1,dp=2,mbs=8"))
 
 
+@pytest.mark.slow
 def test_runs_on_the_file_of_this_machine_come_with_it_and_nothing_of_the_owners(
     typed: Typed, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -303,7 +303,7 @@ def marked(mark: str) -> list[int]:
 
 
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="processes are looked for in /proc")
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", rest_is_slow([signal.SIGINT, signal.SIGTERM]))
 def test_the_server_listens_here_alone_and_ends_with_all_that_it_has_started(number: signal.Signals, tmp_path: Path):
     mark = f"AUTOSHARD_TEST_{secrets.token_hex(8)}=1"
     env = {**os.environ, "PYTHONPATH": str(ROOT), mark.removesuffix("=1"): "1"}

@@ -53,6 +53,7 @@ def test_a_row_is_replaced_and_other_lines_stay(typed: Typed, logs: None) -> Non
     assert code == 0 and "0 rows added, 2 replaced" in " ".join(out.split()) and path.read_text("utf-8") == before
 
 
+@pytest.mark.slow
 def test_three_rows_of_a_cluster_are_fitted_to(typed: Typed, logs: None) -> None:
     Path("bf16.log").write_text(BY_NAME["titan-bf16.log"].text, encoding="utf-8")
     Path("bf16.toml").write_text(BY_NAME["titan-bf16.log"].config[1], encoding="utf-8")

@@ -121,7 +121,11 @@ def test_a_budget_pays_for_the_most_nodes(typed: Typed) -> None:
             "--nodes: has no effect beside --deadline, which finds the number of nodes",
         ),
         (f"{ASKED} --budget 1M --cluster trn1,h100", "--budget: has no effect beside --cluster of several"),
-        (f"{ASKED} --budget 10 {FEW}", "on 8 nodes, the cheapest number that was tried. Type a larger --budget"),
+        pytest.param(
+            f"{ASKED} --budget 10 {FEW}",
+            "on 8 nodes, the cheapest number that was tried. Type a larger --budget",
+            marks=pytest.mark.slow,
+        ),
         ("plan llama3-8b --cluster trn1,trn1", "--cluster: trn1,trn1: name each cluster once"),
         ("plan llama3-8b --cluster trn1,trn9", "'trn9' is not a cluster"),
         ("plan llama3-8b --cluster trn1,h100 --pareto", "--pareto: has no effect beside --cluster of several"),

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import Typed
+from tests.slower import rest_is_slow
 
 IN_AN_EMPTY_FOLDER = {
     "plan 70b": "Did you mean llama3.1-70b or llama3-70b or llama2-70b?",
@@ -14,11 +15,11 @@ IN_AN_EMPTY_FOLDER = {
     "plan llama3-8b -n 4": "-n: unknown option. Type --nodes.",
     "plan llama3-8b --spot": "Type --price, your dollars of a node hour.",
     "plan llama3-8b --yes": "Type --force.",
+    "plan llama3-8b --tokens 15T --budget 2M": "$3,708,458 on 8 nodes, the cheapest number that was tried.",
     "plan llama3-8b --zork": "--zork: unknown option. See autoshard plan --help",
     "plan llama3-8b --fix TP=8": "unknown key 'TP'. Did you mean tp?",
     "plan llama3-8b --out new/": "--out new: is a folder. Name a file in it",
     "plan llama3-8b --extend gone.py": "--extend gone.py: there is no such file",
-    "plan llama3-8b --tokens 15T --budget 2M": "$3,708,458 on 8 nodes, the cheapest number that was tried.",
     "--verbose plan llama3-8b": "--verbose: options follow a command. Type: autoshard plan MODEL --verbose",
     "train tiny-text": "train: not a command. Type: autoshard run",
     "show plan.json": "show: not a command. Type: autoshard explain",
@@ -42,7 +43,9 @@ BESIDE_A_PLAN = {
 }
 
 
-@pytest.mark.parametrize("line", IN_AN_EMPTY_FOLDER)
+@pytest.mark.parametrize(
+    "line", rest_is_slow(sorted(IN_AN_EMPTY_FOLDER, key=lambda line: "--budget" in line), len(IN_AN_EMPTY_FOLDER) - 1)
+)
 def test_a_line_that_cannot_work_says_what_to_type(line: str, typed: Typed) -> None:
     code, out, complaint = typed(line)
     assert code in (1, 2) and not out

@@ -45,6 +45,7 @@ def test_two_plans_and_a_run_stand_on_one_page(typed: Typed):
     assert 'id="difference"' in page and 'id="run"' in page and "The run has not ended" in page
 
 
+@pytest.mark.slow
 def test_what_cannot_be_drawn_is_refused_in_one_line(typed: Typed):
     assert typed(f"plan {TINY}")[0] == 0
     Path("empty").mkdir()

@@ -22,6 +22,7 @@ def sweep_of(**data: Any) -> None:
     written({"base": {**TINY, "fix": "tp=1,mbs=1"}, "grid": {"ranks": [1, 2]}, **data}, Path())
 
 
+@pytest.mark.slow
 def test_a_sweep_is_done_once_and_more_points_are_added(typed: Typed) -> None:
     sweep_of()
     said = typed(ONE)[1]

@@ -125,6 +125,7 @@ class TestBetterHardware:
         question, candidate = case
         assert no_more(seconds(quicker(question, part, factor), candidate, question), seconds(question, candidate))
 
+    @pytest.mark.slow
     @FEWER
     @given(plans(), st.floats(1.5, 8))
     def test_everything_as_much_faster_makes_a_step_as_much_shorter(self, case, factor):

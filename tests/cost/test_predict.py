@@ -150,6 +150,7 @@ class TestChecked:
 
     slow = replace(uncalibrated(), name="slow", basis="my own runs", matrix_efficiency=0.2, memory_efficiency=0.2)
 
+    @pytest.mark.slow
     def test_a_plan_is_checked_with_its_own_constants_or_with_others_and_keeps_the_seconds_of_its_terms(self):
         stall = CostTerm(name="stall", seconds=lambda c: 0.25 * c.dp, source="this test")
         made = autoshard.plan("tiny-llama", "local", fix="mbs=8", cost=Cost(calibration=self.slow, terms=(stall,))).plan

@@ -89,6 +89,7 @@ def test_every_page_that_is_named_exists() -> None:
     assert not [f"{page.name}: {link}" for page, link in links if not (page.parent / link).exists()]
 
 
+@pytest.mark.slow
 def test_the_picture_and_the_line_of_a_table_are_those_of_the_plan(picture: ModuleType, tmp_path: Path) -> None:
     drawn = picture.svg(picture.terminal_text(tmp_path))
     assert drawn == picture.PICTURE.read_text(encoding="utf-8"), "draw it again: python docs/picture.py"

@@ -73,6 +73,7 @@ def test_the_site_has_every_page_of_its_navigation_and_no_page_asks_for_anything
     ]
 
 
+@pytest.mark.slow
 def test_the_search_lies_in_the_site(site: Path) -> None:
     assert "var __index = " in (site / "search" / "search_index.js").read_text(encoding="utf-8")
 

@@ -60,6 +60,7 @@ def test_the_wheel_holds_the_package_and_its_data_and_nothing_else(wheel: Path) 
     assert {"autoshard-0.1.0.dist-info/licenses/LICENSE", "autoshard/py.typed"} <= names
 
 
+@pytest.mark.slow
 def test_the_archive_of_the_source_builds_the_same_wheel(wheel: Path, tmp_path: Path) -> None:
     run(sys.executable, "-m", "hatchling", "build", "-t", "sdist", "-d", tmp_path, cwd=ROOT)
     (archive,) = tmp_path.glob("*.tar.gz")
@@ -71,6 +72,7 @@ def test_the_archive_of_the_source_builds_the_same_wheel(wheel: Path, tmp_path: 
         assert sorted(first.namelist()) == sorted(second.namelist())
 
 
+@pytest.mark.slow
 def test_the_installed_wheel_is_imported_and_plans_by_card_name_outside_the_checkout(
     installed: Path, tmp_path: Path
 ) -> None:

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.slower import rest_is_slow
+
 ROOT = Path(__file__).parents[2]
 HEAVY = ("torch", "einops", "torch_xla", "torch_neuronx", "neuronx_distributed", "wandb", "transformers")
 
@@ -64,7 +66,9 @@ def test_a_heavy_package_is_really_absent(absent: Path, tmp_path: Path) -> None:
     assert done.returncode == 1 and "No module named 'torch'" in done.stderr
 
 
-@pytest.mark.parametrize("command", [PLAN, ("list", "models"), LAUNCH, SWEEP], ids=lambda command: command[0])
+@pytest.mark.parametrize(
+    "command", rest_is_slow([(PLAN,), (("list", "models"),), (LAUNCH,), (SWEEP,)], 2, 2), ids=lambda command: command[0]
+)
 def test_commands_work_where_torch_is_absent(command: tuple[str, ...], absent: Path, tmp_path: Path) -> None:
     (tmp_path / "sweep.yaml").write_text(QUESTION, encoding="utf-8")
     done = python(RUN, *command, cwd=tmp_path, first=absent)

@@ -171,7 +171,7 @@ def without_numbers(kind: str) -> float:
     return differences(plain, module, lambda one: one(**inputs) if kind == "net" else one(**inputs)["loss"])
 
 
-@pytest.mark.parametrize("kind", rest_is_slow(["net", "Llama"]))
+@pytest.mark.parametrize("kind", rest_is_slow(["net", "Llama"], 0, 2))
 def test_a_module_may_get_its_numbers_after_it_was_sharded(kind: str):
     assert max(on_ranks(4, without_numbers, kind)) < 2e-5
 
@@ -226,6 +226,7 @@ def many() -> list[str]:
     return [str(one.message) for one in told if "kinds of calls" in str(one.message)]
 
 
+@pytest.mark.slow
 def test_many_kinds_of_calls_are_told_once():
     for found in on_ranks(2, many):
         assert len(found) == 1 and "traced for 8 kinds of calls" in found[0]

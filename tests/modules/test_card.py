@@ -77,6 +77,7 @@ def named(found: ModuleSharding) -> Mapping[str, str]:
     return {**own, "batch": "batch", "seq": "seq", "hidden": "hidden"}
 
 
+@pytest.mark.slow
 def test_products_and_attention_are_cut_as_the_card_says_and_take_as_long():
     card, found = of_the_card(), of_the_code()
     between = {"batch": ("dp",), "seq": ("tp",)}  # as the card's hidden state lies between layers

@@ -145,6 +145,7 @@ def with_trainer(mesh: str, folder: str) -> Trained:
     return [float(one) for one in measured], state_of(model) | {"logits": torch.as_tensor(predicted)}
 
 
+@pytest.mark.slow
 def test_the_trainer_of_transformers_trains_a_sharded_module(tmp_path: Any):
     (wanted,) = on_ranks(1, with_trainer, "", str(tmp_path / "a"), prepare=import_accelerate, timeout_s=300)
     found = on_ranks(2, with_trainer, "dp=2", str(tmp_path / "b"), prepare=import_accelerate, timeout_s=300)
@@ -233,5 +234,6 @@ def in_bf16() -> bool:
     return torch.equal(logits, wanted.float())
 
 
+@pytest.mark.slow
 def test_a_sharded_module_computes_in_the_format_that_accelerate_was_asked_for():
     assert on_ranks(1, in_bf16, prepare=import_accelerate, timeout_s=300) == [True]

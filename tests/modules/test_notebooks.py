@@ -36,6 +36,7 @@ except autoshard.errors.InputError as error:
 """
 
 
+@pytest.mark.slow
 def test_a_process_that_nobody_started_as_a_rank_is_the_only_one():
     started = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     names = {name: value for name, value in os.environ.items() if name not in started} | {"PYTHONPATH": str(ROOT)}
@@ -71,6 +72,7 @@ def generated() -> list[str]:
     return [str(one.value) for one in (of_cache, of_part, of_twin, of_pickle)]
 
 
+@pytest.mark.slow
 def test_a_decoder_generates_and_what_it_cannot_do_is_refused_in_a_sentence():
     for of_cache, of_part, of_twin, of_pickle in on_ranks(2, generated, timeout_s=300):
         assert of_cache == "module: takes or returns a cache, which programs do not have; pass use_cache=False"

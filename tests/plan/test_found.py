@@ -44,6 +44,7 @@ def test_the_record_comes_back_from_the_plan_file_with_every_answer(result: Plan
     assert record.refusals == result.certificate.refusals
 
 
+@pytest.mark.slow
 def test_the_record_is_no_part_of_what_is_predicted_or_compared(result: PlanResult):
     plan = result.plan
     bare = without_record(plan)

@@ -244,6 +244,7 @@ def test_what_cannot_be_compiled_runs_as_it_is():
             assert compiler_of(torch.device("cpu"))(one, [torch.empty(3, device="meta")]) is one
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(bool(missing_compiler("cpu")), reason="no compiler here")
 def test_rows_that_nobody_counted_keep_the_order_of_their_dims():
     """The gradient of a product may come transposed; compiled code asserts the strides that it was told."""

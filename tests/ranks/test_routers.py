@@ -116,6 +116,7 @@ def test_biases_of_routers_move_as_in_one_process(case: str) -> None:
     hold(task, joins=True)
 
 
+@pytest.mark.slow
 def test_a_bias_that_does_not_move_is_a_weight_like_others() -> None:
     task = Task.of(plan_of("tp=1,pp=1,dp=2", glm()), num_steps=2)
     *_, (_, moved) = by_one_process(task)

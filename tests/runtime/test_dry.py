@@ -66,6 +66,7 @@ def test_a_dry_rank_counts_what_the_rank_itself_counts(text, model, global_batch
         assert without_rows(plan, dry) == without_rows(plan, found), f"rank {rank}"
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_a_dry_rank_counts_separate_documents_as_the_rank_does() -> None:
     plan = plan_of("tp=1,pp=1,cp=2,dp=1,cp_kind=all_to_all", llama(), documents="separate")

@@ -112,6 +112,7 @@ def test_ranks_that_wait_for_each_other_save_the_step_before_they_are_ended(tmp_
     assert trained(plan_of(TWO), tmp_path, 5).started.step == 3
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_a_state_that_is_being_updated_is_not_saved(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     real = loop._Loop._agree

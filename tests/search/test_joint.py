@@ -53,6 +53,7 @@ def holds_itself(request: Request, found: SearchResult) -> None:
         assert dump(plan_at(request, plan.candidate)) == dump(plan)
 
 
+@pytest.mark.slow
 @settings(max_examples=min(settings().max_examples // 3, 60))  # each is searched and enumerated
 @given(requests(), st.sampled_from([-0.01, 0.0, 0.003, 0.03, 0.1, 0.3, 0.6, 1.1, 1.1]))
 def test_the_search_finds_the_best_of_everything(asked: Request, share: float):

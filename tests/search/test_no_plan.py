@@ -91,6 +91,7 @@ def test_a_remedy_is_what_helps(request_: Request, expected: list[str]):
     assert set(expected) <= set(found), found
 
 
+@pytest.mark.slow
 def test_the_least_number_of_nodes_that_works_is_named():
     request = ask("gpt3-175b-untied", "trn1.32xlarge", 7)
     (words,) = remedies(request, search(request))

@@ -11,6 +11,7 @@ from torch import nn
 from autoshard.errors import InputError
 from autoshard.modules.sharded import shard
 from tests.ranks.spawn import on_ranks
+from tests.slower import rest_is_slow
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 LOCAL = "local"
@@ -94,12 +95,17 @@ EVERYTHING = ["loss", "logits", "flat", "mean", "words"]
 
 @pytest.mark.parametrize(
     ("mesh", "batches", "counts", "results"),
-    [
-        ("dp=2,tp=2", LOCAL, [2, 2], EVERYTHING),
-        ("dp=2,tp=2", "local:dp.tp", [2, 2, 2, 2], EVERYTHING),
-        ("dp=2", LOCAL, [3, 2], EVERYTHING),
-        ("dp=2", LOCAL, [2, 2], ["loss"]),
-    ],
+    rest_is_slow(
+        [
+            ("dp=2,tp=2", LOCAL, [2, 2], EVERYTHING),
+            ("dp=2", LOCAL, [3, 2], ["loss"]),
+            ("dp=2,tp=2", "local:dp.tp", [2, 2, 2, 2], EVERYTHING),
+            ("dp=2", LOCAL, [3, 2], EVERYTHING),
+            ("dp=2", LOCAL, [2, 2], ["loss"]),
+        ],
+        2,
+        3,
+    ),
 )
 def test_parts_of_ranks_are_rows_of_one_batch(mesh: str, batches: str, counts: list[int], results: list[str]):
     ranks = 4 if "tp" in mesh else 2

@@ -61,6 +61,7 @@ def test_what_plan_and_explain_print_stands_on_the_page(name: str) -> None:
     assert_on(page_named(name), [headline, time, stages, blocks])
 
 
+@pytest.mark.slow
 def test_what_compare_prints_stands_on_the_page() -> None:
     plans = plan_named("small", "fastest"), plan_named("small", "2")
     found, names = diff(*plans), ("plan0", "plan1")
