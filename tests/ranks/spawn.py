@@ -305,14 +305,14 @@ def _work(end: Connection, group: dict[str, Any], work: bytes, *, stays: bool = 
 
 
 def _rank_state() -> dict[str, Any]:
-    """What a case can change for the cases after it."""
+    """What a case can change for the cases after it, but for what torch's compiler notes for itself."""
     import torch
     import torch.distributed as dist
 
     return {
-        "the environment": dict(os.environ),
+        "the environment": {name: value for name, value in os.environ.items() if "TORCHINDUCTOR" not in name},
         "the folder": Path.cwd(),
-        "the path of modules": list(sys.path),
+        "the path of modules": [place for place in sys.path if not place.endswith("setuptools/_vendor")],
         "the name of a device": torch._C._get_privateuse1_backend_name(),
         "the backends of devices": dict(dist.Backend.default_device_backend_map),
         "the default format": torch.get_default_dtype(),

@@ -88,10 +88,23 @@ def test_a_number_that_depends_on_the_layout_is_caught(name: str):
         compare(task.reference(), [share for (share,) in wrong])
 
 
-@pytest.mark.parametrize("mode", rest_is_slow(["generated", "literal", "compiled"], 0, 3))
-def test_every_mode_drops_the_same(mode: Any):
-    task = Task.of(plan_of("tp=2,pp=1,dp=1,recompute=full:1", llama(**HIDDEN, **ATTENTION)))
-    shares = [share for (share,) in on_ranks(2, run_steps, task, EXACT, mode, timeout_s=600)]
+BOTH, ON_TWO = {**HIDDEN, **ATTENTION}, "tp=2,pp=1,dp=1,recompute=full:1"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mode", "text", "dropped"),
+    [
+        ("generated", ON_TWO, BOTH),
+        ("literal", ON_TWO, BOTH),
+        ("compiled", "tp=1,pp=1,dp=1", ATTENTION),
+        pytest.param("compiled", ON_TWO, BOTH, marks=pytest.mark.thorough),  # a compiler takes two minutes
+    ],
+)
+def test_every_mode_drops_the_same(mode: Any, text: str, dropped: dict[str, float]):
+    task = Task.of(plan_of(text, llama(**dropped)))
+    answers = on_ranks(task.plan.mesh.num_ranks, run_steps, task, EXACT, mode, timeout_s=600)
+    shares = [share for (share,) in answers]
     compare(task.reference(), shares)
     other = replace(task, training=replace(task.training, seed=1)).reference()
     with pytest.raises(AssertionError):
