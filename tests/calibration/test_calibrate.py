@@ -8,7 +8,6 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
-from hypothesis import given, settings, strategies as st
 
 from autoshard.calibration.calibrate import fit, samples_in
 from autoshard.calibration.fitting import FitRows, Sample, fitted, log_seconds
@@ -29,6 +28,7 @@ from autoshard.cost.departures import EFFICIENCIES, departures
 from autoshard.errors import InputError
 from autoshard.spec import record
 from tests.calibration.measured_cases import ARCH, DATA, SMALL, TRAINIUM, written
+from tests.slower import rest_is_slow
 
 TRN1 = "trn1.32xlarge"
 LAYOUTS = [
@@ -75,9 +75,9 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Sequence[Sample]:
     return samples_in(rows_of(built_in(TRN1), tmp_path_factory.mktemp("rows")), TRN1).samples[::2]
 
 
-@pytest.mark.slow
-@settings(max_examples=3, deadline=None)
-@given(slower=st.floats(0.45, 0.9), task_s=st.floats(0.0, 0.04))
+@pytest.mark.parametrize(
+    ("slower", "task_s"), rest_is_slow([(0.62, 0.013), (0.45, 0.0), (0.9, 0.04), (0.45, 0.04), (0.9, 0.0)], 0)
+)
 def test_one_slowness_of_all_rates_and_tasks_are_found_again(slower: float, task_s: float, published: Sequence[Sample]):
     samples = made_by(published, replace(uncalibrated(), **dict.fromkeys(EFFICIENCIES, slower), task_s=task_s))
     found = constants_of(samples)
