@@ -5,13 +5,16 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
+from autoshard.engine.torch.recording import Recording
 from autoshard.errors import InputError
 from autoshard.modules.capture import _SAME, capture  # pyright: ignore[reportPrivateUsage]
 from autoshard.modules.rules import RULES
 from autoshard.modules.rules.arguments import PLACING, READ, SPARSE
+from autoshard.modules.running.functions import FunctionWriter
 from autoshard.modules.shard import shard_module
 
 # Of these the operation is kept whole, or cut as probing finds.
@@ -108,6 +111,25 @@ def test_a_users_operation_is_no_operation_of_torch_because_of_its_name(function
     captured = capture(Of(lambda x, _: function(x, *given)), [torch.ones(8, 8), torch.arange(4)])
     (line,) = captured.program.kept_whole
     assert "autoshard_tests" in line
+
+
+@torch.library.custom_op("autoshard_tests::exp", mutates_args=())
+def with_self(self: torch.Tensor) -> torch.Tensor:
+    return self.clone() - 1
+
+
+@pytest.mark.parametrize("function", [named_apart, named_alike, with_self])
+def test_a_users_operation_is_called_in_written_functions_by_its_own_name(function: Any):
+    function.register_fake(lambda x, *_: torch.empty_like(x))
+    given = (1,) if function is named_alike else ()
+    recording = Recording()
+    with FakeTensorMode(), torch.no_grad():
+        x = recording.name(torch.empty(3, 4))
+        with recording:
+            result = function(x, *given) * 2
+    part = FunctionWriter(device=torch.device("cpu")).function(recording.operations, [result])
+    numbers = torch.randn(3, 4)
+    assert torch.equal(part.run([numbers])[0], function(numbers, *given) * 2)
 
 
 def bits(x: torch.Tensor, _: torch.Tensor) -> torch.Tensor:

@@ -139,10 +139,14 @@ class _Text:
             return text
         options = [f"{name}={self.argument(option)}" for name, option in _options(operation).items()]
         name, schema = func.overloadpacket.__name__, func._schema
-        is_method = bool(schema.arguments) and schema.arguments[0].name == "self" and hasattr(torch.Tensor, name)
+        of_torch = func.namespace == "aten"  # and no operation of a user that has the name of one of torch
+        is_method = (
+            of_torch and bool(schema.arguments) and schema.arguments[0].name == "self" and hasattr(torch.Tensor, name)
+        )
         if is_method and args and isinstance(args[0], torch.Tensor) and "out" not in operation.kwargs:
             return f"{self.argument(args[0])}.{name}({', '.join([*map(self.argument, args[1:]), *options])})"
-        return f"aten.{name}.{func._overloadname}({', '.join([*map(self.argument, args), *options])})"
+        space = "aten" if of_torch else f"torch.ops.{func.namespace}"
+        return f"{space}.{name}.{func._overloadname}({', '.join([*map(self.argument, args), *options])})"
 
     def argument(self, argument: Any) -> str:
         """Return an argument."""
