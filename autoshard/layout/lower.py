@@ -19,7 +19,17 @@ from autoshard.graph.kinds.pointwise import Reduce
 from autoshard.graph.op import Dims, Op, Pass
 from autoshard.layout.layout import Collective, Cuts, Layout
 from autoshard.layout.legal import op_dims
-from autoshard.layout.program import Communicate, Compute, CountOnce, Given, Instruction, Program, Sum, Value
+from autoshard.layout.program import (
+    Communicate,
+    Compute,
+    CountOnce,
+    Given,
+    Instruction,
+    Program,
+    Sum,
+    Value,
+    in_the_earliest_pass,
+)
 from autoshard.layout.redistribute import Price, Sizes, normal_layout, only_gathers, redistribute
 
 
@@ -48,7 +58,8 @@ def lower(  # noqa: PLR0913
     for name in block.takes:
         gradient = block.given_back(name)
         results[gradient] = lowering.fetch(gradient, _restricted(boundary, block.tensors[name].dims), "I")
-    return Program(instructions=tuple(lowering.instructions), results=results)
+    gradients = {results[block.given_back(name)].name for name in block.takes}
+    return Program(instructions=in_the_earliest_pass(lowering.instructions, gradients), results=results)
 
 
 Atoms = tuple[str, ...]

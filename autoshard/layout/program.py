@@ -1,7 +1,7 @@
 """A block as its ranks execute it: local operations on shards, and collectives between them."""
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autoshard.graph.op import Op, Pass
 from autoshard.layout.layout import Collective, Cuts, Layout
@@ -117,6 +117,24 @@ def inputs_of(entries: Sequence[Instruction]) -> tuple[Value, ...]:
     return tuple(
         {value.name: value for entry in entries for value in values_read(entry) if value.name not in written}.values()
     )
+
+
+def in_the_earliest_pass(instructions: Sequence[Instruction], gradients: Collection[str]) -> tuple[Instruction, ...]:
+    """Move collectives to the first pass that reads what they make.
+
+    A collective has the pass of the reader that asked for it first. Where that is the gradient of a weight (W), the
+    gradient of an input (I), which is computed before, may read the same. ``gradients`` names values handed back by I.
+    """
+    needed, moved = set(gradients), list[Instruction]()
+    for entry in reversed(instructions):
+        is_needed = bool(needed.intersection(written_by(entry)))
+        if isinstance(entry, Communicate) and entry.pass_ == "W" and is_needed:
+            moved.append(replace(entry, pass_="I"))
+        else:
+            moved.append(entry)
+        if pass_of(entry) == "I" or (is_needed and pass_of(entry) != "F"):
+            needed.update(read_by(entry))
+    return tuple(reversed(moved))
 
 
 def pass_of(entry: Instruction) -> Pass | None:

@@ -18,7 +18,7 @@ from autoshard.errors import InputError
 from autoshard.layout.legal import cut_operations, op_dims
 from autoshard.layout.lower import lower
 from autoshard.layout.program import Communicate
-from autoshard.layout.table import strategies, strategy_lines
+from autoshard.layout.table import program_of, strategies, strategy_lines
 from autoshard.modules.blocks import TracedBlock, traced_block
 from autoshard.modules.capture import Captured, capture
 from autoshard.modules.dims import Collision, NotAligned, factors, fresh, note, separate, size_of, unify
@@ -370,6 +370,31 @@ def test_what_nobody_knows_is_kept_whole_and_said_with_its_line():
     run, chosen = ModuleRun(module, inputs, captured, block), random.Random(1)
     for _ in range(3):
         assert max(one.error for one in compared(run, random_cuts(block, chosen))) < 1e-12
+
+
+class WeightsFirst(torch.nn.Module):
+    """Two layers whose products have their weights on the left."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = (torch.nn.Parameter(torch.randn(8, 8)) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.b @ torch.tanh(self.a @ x.transpose(1, 2)).sin()).tanh()
+
+
+def test_gradients_of_inputs_wait_for_none_of_weights_where_weights_stand_first():
+    inputs = [torch.randn(4, 4, 8).requires_grad_()]
+    found = shard_module(WeightsFirst(), inputs, load_cluster("local", ranks=4), "a=2,b=2", precision="fp32")
+    block, chosen = found.traced.block, random.Random(0)
+    for _ in range(20):
+        cuts = {op.name: dict(chosen.choice(op_cuts(block, op, ["a", "b"]))) for op in cut_operations(block)}
+        program = found.problem.table_setting(has_inputs=True).lowered(block, cuts)
+        passes = program.by_pass(*block.gives)
+        assert passes.inputs and passes.weights
+        lines = replace(found, program=program, solution=replace(found.solution, cuts=cuts, rests={})).sharding.table
+        again = program_of(block, lines, found.problem.table_setting(has_inputs=True))
+        assert again.instructions == program.instructions
 
 
 SIZES = st.lists(st.sampled_from([2, 3, 4, 5]), min_size=1, max_size=5)
