@@ -1,0 +1,157 @@
+"""Language models that transformers added, most of them in 2025 and 2026, and those of torchtitan."""
+
+import pkgutil
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from benchmarks.foreign_modules.registry import ForeignModule, tokens
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 32, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+_HEADS: dict[str, Any] = {"head_dim": 8}
+_EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+_GROUPS: dict[str, Any] = {
+    "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_group": 2, "topk_group": 1,
+    "first_k_dense_replace": 1,
+}  # fmt: skip
+_LATENT: dict[str, Any] = {
+    "kv_lora_rank": 8, "q_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8,
+    "num_key_value_heads": 4,
+}  # fmt: skip
+_LINEAR: dict[str, Any] = {
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+}  # fmt: skip
+_FULL = ["sliding_attention", "full_attention"]
+
+
+def _decoder(name: str, *, single: bool = False, config: str = "", **options: Any) -> ForeignModule:
+    """Return ``{name}ForCausalLM`` of ``{name}Config``, or of another one, in small sizes."""
+
+    def make() -> torch.nn.Module:
+        sizes = {"use_cache": False, **_SIZES, **options}
+        kept = {key: value for key, value in sizes.items() if value is not None}
+        made = pkgutil.resolve_name(f"transformers:{config or f'{name}Config'}")(**kept)
+        return pkgutil.resolve_name(f"transformers:{name}ForCausalLM")(made)
+
+    dtype = torch.float32 if single else torch.float64
+    return ForeignModule(name=name, package="transformers", make=make, inputs=tokens(), dtype=dtype)
+
+
+def _titan(name: str, model: str, arguments: str, *, size: str = "debugmodel", single: bool = False) -> ForeignModule:
+    """Return two layers of the model with which torchtitan is debugged."""
+
+    def make() -> torch.nn.Module:
+        sizes = pkgutil.resolve_name(f"torchtitan.models.{arguments}")[size]
+        small = replace(sizes, n_layers=2, vocab_size=64, max_seq_len=32, dim=64, n_heads=4)
+        made = pkgutil.resolve_name(f"torchtitan.models.{model}")(small)
+        with torch.no_grad():
+            made.init_weights()
+        return made
+
+    dtype = torch.float32 if single else torch.float64
+    return ForeignModule(name=name, package="torchtitan", make=make, inputs=tokens(), dtype=dtype)
+
+
+MODULES = (
+    _titan("Llama 3", "llama3.model.model:Transformer", "llama3:llama3_args"),
+    _titan("Llama 4", "llama4.model.model:Transformer", "llama4:llama4_args", single=True),
+    _titan("Qwen3", "qwen3:Qwen3Model", "qwen3:qwen3_args"),
+    _titan("Qwen3, mixture", "qwen3:Qwen3Model", "qwen3:qwen3_args", size="debugmodel_moe", single=True),
+    _titan("DeepSeek V3", "deepseek_v3:DeepSeekV3Model", "deepseek_v3:deepseekv3_args", single=True),
+    _decoder("Llama"),
+    _decoder("Qwen3"),
+    _decoder("Gemma3", config="Gemma3TextConfig", **_HEADS, layer_types=_FULL, sliding_window=8),
+    _decoder(
+        "Gemma3n", config="Gemma3nTextConfig", **_HEADS, vocab_size_per_layer_input=64, hidden_size_per_layer_input=8,
+        laurel_rank=4, num_kv_shared_layers=0, layer_types=_FULL, activation_sparsity_pattern=[0.0, 0.0],
+        altup_num_inputs=2, sliding_window=8, single=True,
+    ),
+    _decoder("SmolLM3"),
+    _decoder("Exaone4", sliding_window=8, sliding_window_pattern=2),
+    _decoder("Ministral", **_HEADS, sliding_window=8),
+    _decoder("Ministral3", **_HEADS),
+    _decoder("Granite"),
+    _decoder("Olmo3", sliding_window=8, layer_types=_FULL),
+    _decoder("Cohere2", sliding_window=8, layer_types=_FULL),
+    _decoder("Glm4"),
+    _decoder("SeedOss", **_HEADS),
+    _decoder("Ernie4_5", **_HEADS),
+    _decoder("HunYuanDenseV1", **_HEADS),
+    _decoder("Arcee"),
+    _decoder("Apertus"),
+    _decoder("VaultGemma", **_HEADS, layer_types=_FULL, sliding_window=8),
+    _decoder("NanoChat", **_HEADS),
+    _decoder("Helium", **_HEADS),
+    _decoder("Nemotron"),
+    _decoder("DiffLlama"),
+    _decoder("BitNet"),
+    _decoder("Phi4Multimodal"),
+    _decoder("Falcon", alibi=False),
+    _decoder("Bloom", n_layer=2, n_head=4),
+    _decoder("Mpt", d_model=32, n_layers=2, n_heads=4, max_seq_len=16),
+    _decoder("OPT", ffn_dim=64, word_embed_proj_dim=32),
+    _decoder("Mamba", state_size=4),
+    _decoder("Mamba2", state_size=4, num_heads=8, head_dim=8, n_groups=2, chunk_size=8),
+    _decoder("FalconMamba", state_size=4),
+    _decoder(
+        "RecurrentGemma", num_hidden_layers=3, lru_width=32, attention_window_size=8
+    ),
+    _decoder("Lfm2", layer_types=["conv", "full_attention"], block_multiple_of=8),
+    _decoder(
+        "FalconH1", mamba_d_ssm=32, mamba_n_heads=4, mamba_d_head=8, mamba_n_groups=1, mamba_d_state=4,
+        mamba_chunk_size=8,
+    ),
+    _decoder(
+        "Bamba", mamba_n_heads=8, mamba_d_head=8, mamba_n_groups=1, mamba_d_state=4, mamba_chunk_size=8,
+        attn_layer_indices=[1],
+    ),
+    _decoder(
+        "Zamba2", mamba_d_state=4, n_mamba_heads=8, mamba_headdim=8, mamba_ngroups=1, chunk_size=8, num_mem_blocks=1,
+        layers_block_type=["mamba", "hybrid"], use_mem_rope=True, adapter_rank=4,
+    ),
+    _decoder(
+        "Jamba", single=True, mamba_d_state=4, num_experts=2, use_mamba_kernels=False, attn_layer_period=2,
+        attn_layer_offset=1, mamba_dt_rank=4,
+    ),
+    _decoder(
+        "Qwen3Next", single=True, **_HEADS, **_EXPERTS, shared_expert_intermediate_size=16, **_LINEAR,
+        layer_types=["linear_attention", "full_attention"],
+    ),
+    _decoder(
+        "Qwen3_5", config="Qwen3_5TextConfig", **_HEADS, **_LINEAR, layer_types=["linear_attention", "full_attention"],
+    ),
+    _decoder(
+        "OlmoHybrid", **_LINEAR, layer_types=["linear_attention", "full_attention"],
+    ),
+    _decoder("Mixtral", single=True, num_local_experts=4),
+    _decoder("Qwen3Moe", single=True, **_HEADS, **_EXPERTS),
+    _decoder("DeepseekV2", single=True, **_GROUPS, **_LATENT),
+    _decoder("DeepseekV3", single=True, **_GROUPS, **_LATENT),
+    _decoder("GptOss", single=True, **_HEADS, num_local_experts=4, num_experts_per_tok=2, sliding_window=8),
+    _decoder("Olmoe", single=True, num_experts=4, num_experts_per_tok=2),
+    _decoder("Glm4Moe", single=True, **_HEADS, **_GROUPS),
+    _decoder("Ernie4_5_Moe", single=True, moe_num_experts=4, moe_k=2, moe_intermediate_size=16, **_HEADS),
+    _decoder("HunYuanMoEV1", single=True, **_HEADS, num_experts=4, moe_topk=2),
+    _decoder("GraniteMoe", single=True, num_local_experts=4, num_experts_per_tok=2),
+    _decoder("GraniteMoeHybrid", single=True, num_local_experts=4, num_experts_per_tok=2, shared_intermediate_size=16,
+        mamba_n_heads=8, mamba_d_head=8, mamba_n_groups=1, mamba_d_state=4, mamba_chunk_size=8,
+        layer_types=["mamba", "attention"],
+    ),
+    _decoder("Phimoe", single=True, num_local_experts=4, num_experts_per_tok=2),
+    _decoder("Dots1", single=True, **_GROUPS),
+    _decoder("Lfm2Moe", single=True, **_EXPERTS, layer_types=["conv", "full_attention"], num_dense_layers=1),
+    _decoder("MiniMax", single=True, **_HEADS, num_local_experts=4, block_size=8),
+    _decoder("MiniMaxM2", single=True, **_HEADS, num_local_experts=4, num_experts_per_tok=2),
+    _decoder("FlexOlmo", single=True, num_experts=4, num_experts_per_tok=2),
+    _decoder(
+        "LongcatFlash", single=True, ffn_hidden_size=64, expert_ffn_hidden_size=16, n_routed_experts=4, moe_topk=2,
+        zero_expert_num=2, **_LATENT, num_layers=1,
+    ),
+    _decoder(
+        "Llama4", config="Llama4TextConfig", single=True, **_HEADS, num_local_experts=4, intermediate_size_mlp=64
+    ),
+)  # fmt: skip

@@ -1,0 +1,92 @@
+"""What a module of somebody else is: its package, how a small one is made, and what it is called with."""
+
+import importlib.util
+import pkgutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+Call = Sequence[Any] | Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Package:
+    """Where modules come from: what is imported, which version was tried, under which licence, how it is installed."""
+
+    imported: str
+    version: str
+    licence: str
+    install: str
+
+    @property
+    def is_installed(self) -> bool:
+        """Whether it can be imported here."""
+        return importlib.util.find_spec(self.imported) is not None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForeignModule:
+    """A small module of a package. Products of experts that torch has in FP32 only are tried in FP32."""
+
+    name: str
+    package: str
+    make: Callable[[], torch.nn.Module]
+    inputs: Callable[[], Call]
+    dtype: torch.dtype = torch.float64
+    training: bool = False  # for those whose dropout is off by default, and whose norms depend on the mode
+
+
+def _pip(imported: str, version: str, licence: str, name: str = "") -> Package:
+    return Package(
+        imported=imported, version=version, licence=licence, install=f"pip install {name or imported}=={version}"
+    )
+
+
+PACKAGES: Mapping[str, Package] = {
+    "timm": _pip("timm", "1.0.31", "Apache-2.0"),
+    "vit-pytorch": _pip("vit_pytorch", "1.26.11", "MIT", "vit-pytorch"),
+    "x-transformers": _pip("x_transformers", "2.31.10", "MIT", "x-transformers"),
+    "diffusers": _pip("diffusers", "0.42.1", "Apache-2.0"),
+    "transformers": _pip("transformers", "5.23.0", "Apache-2.0"),
+    "torchtitan": _pip("torchtitan", "0.2.2", "BSD-3-Clause"),
+    "nanoGPT": Package(
+        imported="nanoGPT", version="3adf61e", licence="MIT",
+        install="git clone https://github.com/karpathy/nanoGPT, and name the folder around it in PYTHONPATH",
+    ),
+    "minGPT": _pip("mingpt", "37baab7", "MIT"),
+    "conformer": _pip("conformer", "0.3.2", "MIT"),
+    "perceiver-pytorch": _pip("perceiver_pytorch", "0.11.0", "MIT", "perceiver-pytorch"),
+    "performer-pytorch": _pip("performer_pytorch", "1.1.4", "MIT", "performer-pytorch"),
+    "linear-attention-transformer": _pip(
+        "linear_attention_transformer", "0.19.1", "MIT", "linear-attention-transformer"
+    ),
+    "local-attention": _pip("local_attention", "1.11.2", "MIT", "local-attention"),
+    "g-mlp-pytorch": _pip("g_mlp_pytorch", "0.1.5", "MIT", "g-mlp-pytorch"),
+    "mlp-mixer-pytorch": _pip("mlp_mixer_pytorch", "0.3.1", "MIT", "mlp-mixer-pytorch"),
+    "denoising-diffusion-pytorch": _pip(
+        "denoising_diffusion_pytorch", "2.3.4", "MIT", "denoising-diffusion-pytorch"
+    ),
+    "segment-anything": _pip("segment_anything", "1.0", "Apache-2.0", "segment-anything"),
+}  # fmt: skip
+
+
+def made(path: str, *args: Any, **kwargs: Any) -> Callable[[], torch.nn.Module]:
+    """Return what calls a class or a function of a package, which is imported only then."""
+    return lambda: pkgutil.resolve_name(path)(*args, **kwargs)
+
+
+def images(size: int = 32, channels: int = 3) -> Callable[[], Call]:
+    """Return four images, as the only input."""
+    return lambda: [torch.randn(4, channels, size, size)]
+
+
+def numbers(*shapes: Sequence[int]) -> Callable[[], Call]:
+    """Return random numbers of these shapes."""
+    return lambda: [torch.randn(*shape) for shape in shapes]
+
+
+def tokens(count: int = 1, length: int = 16, vocab: int = 64) -> Callable[[], Call]:
+    """Return four rows of tokens, ``count`` times."""
+    return lambda: [torch.randint(1, vocab, (4, length)) for _ in range(count)]
