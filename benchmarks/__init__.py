@@ -36,6 +36,7 @@ BENCHMARKS: Mapping[str, str] = {
     "report_page": "benchmarks.report_page:run",
     "shard_module": "benchmarks.shard_module:run",
     "bytes_vs_gspmd": "benchmarks.bytes_vs_gspmd:run",
+    "foreign_modules": "benchmarks.foreign_modules.table:run",
     "sweep_overhead": "benchmarks.sweep_overhead:run",
 }
 

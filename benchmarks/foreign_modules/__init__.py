@@ -1,1 +1,1 @@
-"""Modules that others wrote, sharded on four processes and compared with one: ``python -m benchmarks foreign_modules``."""
+"""Modules that others wrote, on four processes and on one: ``python -m benchmarks foreign_modules``."""

@@ -44,9 +44,7 @@ def _min_gpt() -> torch.nn.Module:
 
 
 def _other(package: str, path: str, inputs: Callable[[], Call], **options: Any) -> ForeignModule:
-    return ForeignModule(
-        name=path.partition(":")[2], package=package, make=made(path, **options), inputs=inputs
-    )
+    return ForeignModule(name=path.partition(":")[2], package=package, make=made(path, **options), inputs=inputs)
 
 
 MODULES = (

@@ -41,34 +41,30 @@ def _decoder(name: str, *, single: bool = False, config: str = "", **options: An
     return ForeignModule(name=name, package="transformers", make=make, inputs=tokens(), dtype=dtype)
 
 
-def _titan(name: str, model: str, arguments: str, *, size: str = "debugmodel", single: bool = False) -> ForeignModule:
-    """Return two layers of the model with which torchtitan is debugged."""
+def _titan(name: str, model: str, arguments: str, **sizes: int) -> ForeignModule:
+    """Return two layers of the model with which torchtitan is debugged. Its mixtures need a GPU."""
 
     def make() -> torch.nn.Module:
-        sizes = pkgutil.resolve_name(f"torchtitan.models.{arguments}")[size]
-        small = replace(sizes, n_layers=2, vocab_size=64, max_seq_len=32, dim=64, n_heads=4)
+        debugged = pkgutil.resolve_name(f"torchtitan.models.{arguments}")["debugmodel"]
+        small = replace(debugged, n_layers=2, vocab_size=64, max_seq_len=32, dim=64, n_heads=4, n_kv_heads=2, **sizes)
         made = pkgutil.resolve_name(f"torchtitan.models.{model}")(small)
         with torch.no_grad():
             made.init_weights()
         return made
 
-    dtype = torch.float32 if single else torch.float64
-    return ForeignModule(name=name, package="torchtitan", make=make, inputs=tokens(), dtype=dtype)
+    return ForeignModule(name=name, package="torchtitan", make=make, inputs=tokens())
 
 
 MODULES = (
     _titan("Llama 3", "llama3.model.model:Transformer", "llama3:llama3_args"),
-    _titan("Llama 4", "llama4.model.model:Transformer", "llama4:llama4_args", single=True),
-    _titan("Qwen3", "qwen3:Qwen3Model", "qwen3:qwen3_args"),
-    _titan("Qwen3, mixture", "qwen3:Qwen3Model", "qwen3:qwen3_args", size="debugmodel_moe", single=True),
-    _titan("DeepSeek V3", "deepseek_v3:DeepSeekV3Model", "deepseek_v3:deepseekv3_args", single=True),
+    _titan("Qwen3", "qwen3:Qwen3Model", "qwen3:qwen3_args", head_dim=16, hidden_dim=128),
     _decoder("Llama"),
     _decoder("Qwen3"),
     _decoder("Gemma3", config="Gemma3TextConfig", **_HEADS, layer_types=_FULL, sliding_window=8),
     _decoder(
         "Gemma3n", config="Gemma3nTextConfig", **_HEADS, vocab_size_per_layer_input=64, hidden_size_per_layer_input=8,
         laurel_rank=4, num_kv_shared_layers=0, layer_types=_FULL, activation_sparsity_pattern=[0.0, 0.0],
-        altup_num_inputs=2, sliding_window=8, single=True,
+        altup_num_inputs=2, sliding_window=8,
     ),
     _decoder("SmolLM3"),
     _decoder("Exaone4", sliding_window=8, sliding_window_pattern=2),

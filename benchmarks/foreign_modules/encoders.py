@@ -30,6 +30,7 @@ _SOUND: dict[str, Any] = {
     "num_feat_extract_layers": 2, "mask_time_prob": 0.0,
 }  # fmt: skip
 _LLAMA: dict[str, Any] = {**_WORDS, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64}
+_ROTARY: dict[str, Any] = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}
 _IMAGE, _IMAGE_END, _VISION_START = 60, 61, 62
 
 
@@ -158,13 +159,13 @@ MODULES = (
     ),
     _family(
         "Gemma3ForConditionalGeneration", "Gemma3Config",
-        _text_and_image(input_ids=_with_images(4), token_type_ids=lambda: (torch.arange(20) % 20 < 5).long().repeat(4, 1)),
+        _text_and_image(input_ids=_with_images(4), token_type_ids=lambda: (torch.arange(20) < 5).long().repeat(4, 1)),
         text_config={**_LLAMA, "sliding_window": 8}, vision_config=_PIXELS, mm_tokens_per_image=4,
         image_token_id=_IMAGE,
     ),
     _family(
         "Qwen2VLForConditionalGeneration", "Qwen2VLConfig", _qwen_vision,
-        text_config={**_LLAMA, "rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}},
+        text_config={**_LLAMA, "rope_parameters": _ROTARY},
         vision_config={"depth": 2, "embed_dim": 32, "hidden_size": 32, "num_heads": 4, "patch_size": 8, "mlp_ratio": 2},
         image_token_id=_IMAGE, vision_start_token_id=_VISION_START, vision_end_token_id=_IMAGE_END,
     ),

@@ -55,7 +55,10 @@ PACKAGES: Mapping[str, Package] = {
         imported="nanoGPT", version="3adf61e", licence="MIT",
         install="git clone https://github.com/karpathy/nanoGPT, and name the folder around it in PYTHONPATH",
     ),
-    "minGPT": _pip("mingpt", "37baab7", "MIT"),
+    "minGPT": Package(
+        imported="mingpt", version="37baab7", licence="MIT",
+        install="git clone https://github.com/karpathy/minGPT, and name that folder in PYTHONPATH",
+    ),
     "conformer": _pip("conformer", "0.3.2", "MIT"),
     "perceiver-pytorch": _pip("perceiver_pytorch", "0.11.0", "MIT", "perceiver-pytorch"),
     "performer-pytorch": _pip("performer_pytorch", "1.1.4", "MIT", "performer-pytorch"),

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 import torch.nn.functional as F  # noqa: N812
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autoshard.engine.torch.recording import Recording
 from autoshard.errors import InputError
