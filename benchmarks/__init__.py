@@ -45,3 +45,6 @@ SUITES: Mapping[str, str] = {
     "on_gpu": "benchmarks.on_gpu:SUITE",
     "on_trainium": "benchmarks.on_trainium:SUITE",
 }
+
+# Benchmarks that take many minutes, which ``all`` leaves out.
+LONG = ("foreign_modules",)

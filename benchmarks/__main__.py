@@ -19,7 +19,7 @@ from rich.table import Column, Table
 from autoshard import __version__
 from autoshard.commands.output import write_text
 from autoshard.errors import AutoshardError, InputError, nearest
-from benchmarks import BENCHMARKS, SUITES
+from benchmarks import BENCHMARKS, LONG, SUITES
 from benchmarks.guarded import Setting, Suite, measure
 from benchmarks.history import (
     HISTORY,
@@ -35,6 +35,7 @@ from benchmarks.history_page import history_page, results_page
 from benchmarks.result import Result
 
 _USES = {"rows": "measured rows", "count": "a number of questions", "write": "tables on pages"}
+_SHORT = [name for name in BENCHMARKS if name not in LONG]
 _FIELDS = ("name", "value", "unit", "bar", "holds")
 
 
@@ -102,7 +103,7 @@ def _selected(name: str, options: Mapping[str, Any]) -> dict[str, Callable[[], R
     """Return what runs each benchmark that was asked for."""
     if name not in ("all", *BENCHMARKS):
         raise InputError.of("name", f"there is no benchmark {name!r}. {nearest(name, ['all', *BENCHMARKS, *SUITES])}")
-    runs = {one: pkgutil.resolve_name(BENCHMARKS[one]) for one in (BENCHMARKS if name == "all" else [name])}
+    runs = {one: pkgutil.resolve_name(BENCHMARKS[one]) for one in (_SHORT if name == "all" else [name])}
     for option, value in options.items():
         takes = [one for one, run in runs.items() if option in inspect.signature(run).parameters]
         if not takes:
@@ -113,12 +114,13 @@ def _selected(name: str, options: Mapping[str, Any]) -> dict[str, Callable[[], R
 
 def _left_out() -> list[str]:
     """Say of each suite why it was not measured: there is nothing to measure it on, or it is a command of its own."""
-    notes = list[str]()
+    minutes = "was left out, since it takes minutes: type python -m benchmarks"
+    notes = [f"{name} {minutes} {name}" for name in LONG]
     for name, where in SUITES.items():
         suite = cast(Suite, pkgutil.resolve_name(where))
         try:
             suite.parts(Setting(folder=Path(), dry=False, machine=None))
-            notes.append(f"{name} was left out, since it takes minutes: type python -m benchmarks {name}")
+            notes.append(f"{name} {minutes} {name}")
         except AutoshardError as error:
             notes.append(f"{name} was skipped: {error}")
     return notes

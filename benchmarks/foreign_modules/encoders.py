@@ -55,9 +55,9 @@ def _spoken() -> Call:
     }  # fmt: skip
 
 
-def _text_and_image(**others: Callable[[], torch.Tensor]) -> Callable[[], Call]:
+def _text_and_image(**others: Callable[[], Any]) -> Callable[[], Call]:
     def inputs() -> Call:
-        words = {"input_ids": torch.randint(3, 60, (4, 16)), "pixel_values": torch.randn(4, 3, 32, 32)}
+        words: dict[str, Any] = {"input_ids": torch.randint(3, 60, (4, 16)), "pixel_values": torch.randn(4, 3, 32, 32)}
         return words | {name: value() for name, value in others.items()}
 
     return inputs
@@ -72,6 +72,14 @@ def _with_images(count: int) -> Callable[[], torch.Tensor]:
         return found
 
     return words
+
+
+def _no() -> bool:
+    return False
+
+
+def _kinds() -> torch.Tensor:
+    return (torch.arange(20) < 5).long().repeat(4, 1)
 
 
 def _qwen_vision() -> Call:
@@ -148,18 +156,19 @@ MODULES = (
     ),
     _family("SiglipModel", "SiglipConfig", _text_and_image(), text_config=_WORDS, vision_config=_PIXELS),
     _family(
-        "LlavaForConditionalGeneration", "LlavaConfig", _text_and_image(input_ids=_with_images(16)),
+        "LlavaForConditionalGeneration", "LlavaConfig", _text_and_image(input_ids=_with_images(16), use_cache=_no),
         text_config={"model_type": "llama", **_LLAMA}, vision_config={"model_type": "clip_vision_model", **_PIXELS},
         image_token_id=_IMAGE,
     ),
     _family(
-        "PaliGemmaForConditionalGeneration", "PaliGemmaConfig", _text_and_image(input_ids=_with_images(16)),
+        "PaliGemmaForConditionalGeneration", "PaliGemmaConfig",
+        _text_and_image(input_ids=_with_images(16), use_cache=_no),
         text_config={"model_type": "gemma", **_LLAMA}, image_token_id=_IMAGE, projection_dim=32, hidden_size=32,
         vision_config={"model_type": "siglip_vision_model", **_PIXELS},
     ),
     _family(
         "Gemma3ForConditionalGeneration", "Gemma3Config",
-        _text_and_image(input_ids=_with_images(4), token_type_ids=lambda: (torch.arange(20) < 5).long().repeat(4, 1)),
+        _text_and_image(input_ids=_with_images(4), token_type_ids=_kinds, use_cache=_no),
         text_config={**_LLAMA, "sliding_window": 8}, vision_config=_PIXELS, mm_tokens_per_image=4,
         image_token_id=_IMAGE,
     ),

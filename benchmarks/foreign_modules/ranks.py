@@ -148,7 +148,7 @@ def _compared(foreign: ForeignModule) -> Outcome:
 
 def prepared(foreign: ForeignModule) -> tuple[torch.nn.Module, Any]:
     """Make a module and its inputs in the format in which it is tried."""
-    torch.manual_seed(0)
+    torch.manual_seed(0)  # pyright: ignore[reportUnknownMemberType]
     module = foreign.make().train(foreign.training)
     module = module.double() if foreign.dtype == torch.float64 else module.float()
     with torch.no_grad():
@@ -187,9 +187,11 @@ def _on_rank(
     dist.init_process_group("gloo", init_method=where, rank=rank, world_size=NUM_RANKS, timeout=_TIMEOUT)
     found = list[Passes]()
     for sharding in shardings:
-        sharded = run_on(copy.deepcopy(module), sharding, device_mesh_of(module, MESH))
+        is_solved = sharding is shardings[0]  # and runs as users run it; the other one step by step, since it runs once
+        devices, mode = device_mesh_of(module, MESH), "generated" if is_solved else "literal"
+        sharded = run_on(copy.deepcopy(module), sharding, devices, mode=mode)
         optimizer = sharded_optimizer(torch.optim.AdamW, sharded.parameters(), lr=_RATE)
-        found.append(passes(sharded, inputs, optimizer, STEPS if sharding is shardings[0] else 0))
+        found.append(passes(sharded, inputs, optimizer, STEPS if is_solved else 0))
     dist.destroy_process_group()
     return found
 
@@ -197,13 +199,13 @@ def _on_rank(
 def passes(module: torch.nn.Module, inputs: Any, optimizer: Any, steps: int) -> Passes:
     """Run a module forward and backward, then train it for some steps."""
     results, losses = _called(module, inputs), list[float]()
-    loss_of(results).backward()
+    loss_of(results).backward()  # pyright: ignore[reportUnknownMemberType]
     gradients = [_gradient(parameter) for parameter in module.parameters()]
     for _ in range(steps):
         optimizer.step()
         optimizer.zero_grad()
         loss = loss_of(_called(module, inputs))
-        loss.backward()
+        loss.backward()  # pyright: ignore[reportUnknownMemberType]
         losses.append(loss.item())
     return Passes(results=[result.detach() for result in results], gradients=gradients, losses=losses)
 
