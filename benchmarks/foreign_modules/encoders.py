@@ -87,7 +87,8 @@ def _qwen_vision() -> Call:
     words[:, 0], words[:, 5] = _VISION_START, _IMAGE_END
     return {
         "input_ids": words, "pixel_values": torch.randn(4 * 16, 3 * 2 * 8 * 8),
-        "image_grid_thw": torch.tensor([[1, 4, 4]] * 4), "use_cache": False,
+        "image_grid_thw": torch.tensor([[1, 4, 4]] * 4), "mm_token_type_ids": (words == _IMAGE).int(),
+        "use_cache": False,
     }  # fmt: skip
 
 

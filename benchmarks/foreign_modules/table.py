@@ -13,7 +13,7 @@ from benchmarks.result import Extra, Result
 PAGE = ROOT / "docs" / "developers" / "foreign-modules.md"
 NAME = "foreign_modules"
 LEAST_EQUAL = 60
-_COLUMNS = ("module", "package", "format", "outcome", "results", "gradients", "losses", "kept whole", "CPU s")
+_COLUMNS = ("module", "package", "format", "outcome", "results", "gradients", "losses", "kept whole")
 _TEXTS = _COLUMNS[:4]
 
 Tried = Sequence[tuple[ForeignModule, Outcome]]
@@ -68,10 +68,10 @@ _PACKAGE = ("package", "version", "licence", "how to install it")
 def cells(module: ForeignModule, outcome: Outcome) -> list[str]:
     """Return the line of a module."""
     if outcome.kind not in (EQUAL, WRONG):
-        return [module.name, module.package, "-", outcome.kind, *"-----"]
+        return [module.name, module.package, "-", outcome.kind, *"----"]
     texts = [module.name, module.package, outcome.format, outcome.kind]
     far = (outcome.results, outcome.gradients, outcome.losses)
-    return [*texts, *(f"{one:.0e}" for one in far), str(outcome.kept_whole), f"{outcome.cpu_s:.1f}"]
+    return [*texts, *(f"{one:.0e}" for one in far), str(outcome.kept_whole)]
 
 
 def _escaped(words: str) -> str:

@@ -21,7 +21,7 @@ def _vit(name: str, path: str, **options: Any) -> ForeignModule:
 
 
 _SMALL: dict[str, Any] = {"img_size": 32, "patch_size": 8, "depth": 2}
-_MIXED: dict[str, Any] = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "num_blocks": 2}
+_MIXED: dict[str, Any] = {"img_size": 64, "embed_dim": 32, "num_blocks": 2}
 
 MODULES = (
     _timm("vit_tiny_patch16_224", **_SMALL),
@@ -37,9 +37,9 @@ MODULES = (
         window_size=2,
     ),
     _timm("swinv2_tiny_window8_256", 64, img_size=64, depths=(2, 2), embed_dim=16, num_heads=(2, 2), window_size=4),
-    _timm("mixer_s16_224", **_MIXED),
-    _timm("gmlp_s16_224", **_MIXED),
-    _timm("resmlp_12_224", **_MIXED),
+    _timm("mixer_s16_224", 64, **_MIXED),
+    _timm("gmlp_s16_224", 64, **_MIXED),
+    _timm("resmlp_12_224", 64, **_MIXED),
     _timm("convnext_atto", 64, depths=(1, 1, 1, 1), dims=(16, 16, 32, 32)),
     _timm("convnextv2_atto", 64, depths=(1, 1, 1, 1), dims=(16, 16, 32, 32)),
     _timm("resnet18", 64, training=True),
