@@ -35,7 +35,6 @@ from benchmarks.history_page import history_page, results_page
 from benchmarks.result import Result
 
 _USES = {"rows": "measured rows", "count": "a number of questions", "write": "tables on pages"}
-_SHORT = [name for name in BENCHMARKS if name not in LONG]
 _FIELDS = ("name", "value", "unit", "bar", "holds")
 
 
@@ -103,7 +102,8 @@ def _selected(name: str, options: Mapping[str, Any]) -> dict[str, Callable[[], R
     """Return what runs each benchmark that was asked for."""
     if name not in ("all", *BENCHMARKS):
         raise InputError.of("name", f"there is no benchmark {name!r}. {nearest(name, ['all', *BENCHMARKS, *SUITES])}")
-    runs = {one: pkgutil.resolve_name(BENCHMARKS[one]) for one in (_SHORT if name == "all" else [name])}
+    names = [one for one in BENCHMARKS if one not in LONG] if name == "all" else [name]
+    runs = {one: pkgutil.resolve_name(BENCHMARKS[one]) for one in names}
     for option, value in options.items():
         takes = [one for one, run in runs.items() if option in inspect.signature(run).parameters]
         if not takes:

@@ -51,37 +51,10 @@ MODULES = (
     ForeignModule(name="GPT with loss", package="nanoGPT", make=_nano_gpt, inputs=tokens(2)),
     ForeignModule(name="GPT with loss", package="minGPT", make=_min_gpt, inputs=tokens(2)),
     _decoder("decoder"),
-    _decoder("decoder, rotary, GLU, RMSNorm", rotary_pos_emb=True, ff_glu=True, use_rmsnorm=True, attn_kv_heads=2),
-    _decoder("decoder, T5 bias, sandwich norm, QK norm", rel_pos_bias=True, sandwich_norm=True, attn_qk_norm=True),
-    _decoder("decoder, macaron, value residual", macaron=True, add_value_residual=True),
-    _decoder("decoder, talking heads, sink", attn_pre_talking_heads=True, attn_head_learned_sink=True),
     _wrapped("encoder, ALiBi", "TransformerWrapper", "Encoder", tokens(), alibi_pos_bias=True),
     _wrapped("ViT", "ViTransformerWrapper", "Encoder", images()),
-    ForeignModule(
-        name="encoder-decoder",
-        package="x-transformers",
-        make=made(
-            "x_transformers:XTransformer", dim=32,
-            **{f"{part}_{key}": value for part in ("enc", "dec") for key, value in
-               {"num_tokens": 64, "depth": 1, "heads": 4, "max_seq_len": 16}.items()},
-        ),
-        inputs=tokens(2),
-    ),
     _other("conformer", "conformer:ConformerBlock", numbers((4, 16, 32)), dim=32, dim_head=8, heads=4),
-    _other(
-        "perceiver-pytorch", "perceiver_pytorch:Perceiver", numbers((4, 8, 8, 3)), input_channels=3, input_axis=2,
-        num_freq_bands=4, max_freq=10.0, depth=2, num_latents=8, latent_dim=32, cross_heads=1, latent_heads=4,
-        num_classes=8,
-    ),
     _other("performer-pytorch", "performer_pytorch:PerformerLM", tokens(), **_TOKENS, **_LAYERS, dim_head=8),
-    _other(
-        "linear-attention-transformer", "linear_attention_transformer:LinearAttentionTransformerLM", tokens(),
-        **_TOKENS, **_LAYERS,
-    ),
-    _other(
-        "local-attention", "local_attention:LocalTransformer", tokens(), **_TOKENS, dim=32, depth=2,
-        local_attn_window_size=8,
-    ),
     _other(
         "g-mlp-pytorch", "g_mlp_pytorch:gMLP", tokens(), num_tokens=64, dim=32, depth=2, seq_len=16,
         circulant_matrix=True,

@@ -1,4 +1,4 @@
-"""Diffusion: the networks of diffusers, and a U-Net."""
+"""Diffusion: networks of diffusers."""
 
 from collections.abc import Callable
 from typing import Any
@@ -60,50 +60,11 @@ MODULES = (
         "DiTTransformer2DModel", _latents(class_labels=_labels), **_PATCHES, num_embeds_ada_norm=1000,
         norm_num_groups=4,
     ),
-    _diffusers(
-        "UNet2DModel", _latents(channels=3, size=16, first=_sample), **_BLOCKS, sample_size=16, attention_head_dim=8,
-        down_block_types=("DownBlock2D", "AttnDownBlock2D"), up_block_types=("AttnUpBlock2D", "UpBlock2D"),
-    ),
-    _diffusers(
-        "UNet2DConditionModel", _latents("encoder_hidden_states", size=16, first=_sample), **_BLOCKS, sample_size=16,
-        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"), attention_head_dim=8, cross_attention_dim=16,
-        up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
-    ),
-    _diffusers(
-        "AutoencoderKL", lambda: {"sample": torch.randn(4, 3, 16, 16), "return_dict": False},
-        block_out_channels=(16, 32), norm_num_groups=4, down_block_types=("DownEncoderBlock2D",) * 2,
-        up_block_types=("UpDecoderBlock2D",) * 2,
-    ),
     _diffusers("VQModel", lambda: {"sample": torch.randn(4, 3, 16, 16), "return_dict": False},
         block_out_channels=(16,), norm_num_groups=4, num_vq_embeddings=16,
     ),
     _diffusers(
-        "SD3Transformer2DModel",
-        _latents("encoder_hidden_states", pooled_projections=lambda: torch.randn(4, 16)),
-        **_PATCHES, **_JOINT, caption_projection_dim=32, out_channels=4, pos_embed_max_size=8,
-    ),
-    _diffusers(
         "FluxTransformer2DModel", _flux, patch_size=1, in_channels=4, num_layers=1, num_single_layers=1,
         attention_head_dim=16, num_attention_heads=2, **_JOINT, axes_dims_rope=(4, 4, 8),
-    ),
-    _diffusers(
-        "PixArtTransformer2DModel",
-        _latents("encoder_hidden_states", added_cond_kwargs=lambda: {"resolution": None, "aspect_ratio": None}),
-        **_PATCHES, cross_attention_dim=32, caption_channels=16, norm_num_groups=4, out_channels=8,
-    ),
-    _diffusers(
-        "AuraFlowTransformer2DModel", _latents("encoder_hidden_states"), sample_size=8, patch_size=2, in_channels=4,
-        num_mmdit_layers=1, num_single_dit_layers=1, **_HEADS, joint_attention_dim=16, caption_projection_dim=32,
-        out_channels=4, pos_embed_max_size=16,
-    ),
-    _diffusers(
-        "SanaTransformer2DModel", _latents("encoder_hidden_states"), in_channels=4, out_channels=4, **_HEADS,
-        num_layers=2, num_cross_attention_heads=4, cross_attention_head_dim=8, cross_attention_dim=32,
-        caption_channels=16, sample_size=8, patch_size=1,
-    ),
-    ForeignModule(
-        name="Unet", package="denoising-diffusion-pytorch",
-        make=made("denoising_diffusion_pytorch:Unet", dim=16, dim_mults=(1, 2), flash_attn=False),
-        inputs=lambda: [torch.randn(4, 3, 16, 16), _steps()],
     ),
 )  # fmt: skip

@@ -60,18 +60,9 @@ PACKAGES: Mapping[str, Package] = {
         install="git clone https://github.com/karpathy/minGPT, and name that folder in PYTHONPATH",
     ),
     "conformer": _pip("conformer", "0.3.2", "MIT"),
-    "perceiver-pytorch": _pip("perceiver_pytorch", "0.11.0", "MIT", "perceiver-pytorch"),
     "performer-pytorch": _pip("performer_pytorch", "1.1.4", "MIT", "performer-pytorch"),
-    "linear-attention-transformer": _pip(
-        "linear_attention_transformer", "0.19.1", "MIT", "linear-attention-transformer"
-    ),
-    "local-attention": _pip("local_attention", "1.11.2", "MIT", "local-attention"),
     "g-mlp-pytorch": _pip("g_mlp_pytorch", "0.1.5", "MIT", "g-mlp-pytorch"),
     "mlp-mixer-pytorch": _pip("mlp_mixer_pytorch", "0.3.1", "MIT", "mlp-mixer-pytorch"),
-    "denoising-diffusion-pytorch": _pip(
-        "denoising_diffusion_pytorch", "2.3.4", "MIT", "denoising-diffusion-pytorch"
-    ),
-    "segment-anything": _pip("segment_anything", "1.0", "Apache-2.0", "segment-anything"),
 }  # fmt: skip
 
 
