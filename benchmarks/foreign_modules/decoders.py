@@ -22,9 +22,6 @@ _LATENT: dict[str, Any] = {
     "kv_lora_rank": 8, "q_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8,
     "num_key_value_heads": 4,
 }  # fmt: skip
-_LINEAR: dict[str, Any] = {
-    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
-}  # fmt: skip
 _FULL = ["sliding_attention", "full_attention"]
 
 

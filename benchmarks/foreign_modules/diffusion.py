@@ -9,7 +9,6 @@ from benchmarks.foreign_modules.registry import Call, ForeignModule, made
 
 _HEADS: dict[str, Any] = {"num_attention_heads": 4, "attention_head_dim": 8}
 _PATCHES: dict[str, Any] = {**_HEADS, "in_channels": 4, "num_layers": 2, "sample_size": 8, "patch_size": 2}
-_BLOCKS: dict[str, Any] = {"layers_per_block": 1, "block_out_channels": (16, 32), "norm_num_groups": 4}
 _JOINT: dict[str, Any] = {"joint_attention_dim": 16, "pooled_projection_dim": 16}
 
 
@@ -45,10 +44,6 @@ def _flux() -> Call:
         "pooled_projections": torch.randn(4, 16), "timestep": torch.rand(4), "img_ids": torch.zeros(16, 3),
         "txt_ids": torch.zeros(5, 3), "return_dict": False,
     }  # fmt: skip
-
-
-def _sample() -> str:
-    return "sample"
 
 
 def _labels() -> torch.Tensor:

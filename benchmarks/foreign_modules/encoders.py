@@ -78,10 +78,6 @@ def _no() -> bool:
     return False
 
 
-def _kinds() -> torch.Tensor:
-    return (torch.arange(20) < 5).long().repeat(4, 1)
-
-
 def _qwen_vision() -> Call:
     words = _with_images(4)()
     words[:, 0], words[:, 5] = _VISION_START, _IMAGE_END

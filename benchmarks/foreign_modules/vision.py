@@ -21,7 +21,6 @@ def _vit(name: str, path: str, **options: Any) -> ForeignModule:
 
 
 _SMALL: dict[str, Any] = {"img_size": 32, "patch_size": 8, "depth": 2}
-_MIXED: dict[str, Any] = {"img_size": 64, "embed_dim": 32, "num_blocks": 2}
 
 MODULES = (
     _timm("vit_tiny_patch16_224", **_SMALL),
