@@ -1,5 +1,6 @@
 """Modules that read something beside inputs and parameters, each with what changes it after the first trace."""
 
+import copy
 import enum
 import functools
 import math
@@ -159,7 +160,7 @@ def to(path: str, value: Any) -> Callable[[Any], None]:
         *way, name = path.split(".")
         for one in way:
             m = getattr(m, one)
-        setattr(m, name, value)
+        setattr(m, name, copy.deepcopy(value) if isinstance(value, nn.Module) else value)  # a module each
 
     return change
 
