@@ -132,6 +132,26 @@ def test_a_users_operation_is_called_in_written_functions_by_its_own_name(functi
     assert torch.equal(part.run([numbers])[0], function(numbers, *given) * 2)
 
 
+def test_a_tensor_that_lies_otherwise_in_memory_than_torch_said_is_viewed():
+    recording = Recording()
+    with FakeTensorMode(), torch.no_grad():
+        upstream, x = recording.name(torch.empty(4, 6, 8)), recording.name(torch.empty(6, 4, 8).transpose(0, 1))
+        with recording:
+            gradient = torch.ops.aten.softplus_backward.default(upstream, x, 1, 20)
+            result = gradient.transpose(0, 1).view(6, 32) if gradient.stride() == x.stride() else gradient.view(24, 8)
+    assert result.dim() == 2
+    part = FunctionWriter(device=torch.device("cpu")).function(recording.operations, [result])
+    for turned in (False, True):
+        inputs = [torch.randn(4, 6, 8), torch.randn(4, 6, 8)]
+        expected = torch.ops.aten.softplus_backward.default(*inputs, 1, 20)
+        if result.shape[0] == 6:
+            expected = expected.transpose(0, 1)
+        laid = [one.mT.contiguous().mT if turned else one for one in inputs]
+        by_id = dict(zip((id(upstream), id(x)), laid, strict=True))
+        (found,) = part.run([by_id[id(read)] for read in part.reads])
+        assert torch.allclose(found, expected.reshape(result.shape))
+
+
 def bits(x: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
     return x * (x.detach().view(torch.int64) > 0)
 

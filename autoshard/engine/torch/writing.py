@@ -196,11 +196,18 @@ def _cast(text: _Text, operation: Operation) -> str:
     return f"{text.argument(operation.args[0])}.to({options['dtype']})" if options.keys() == {"dtype"} else ""
 
 
+def _reshaped(text: _Text, operation: Operation) -> str:
+    """Write a view that copies where a tensor lies otherwise in memory than torch said when it computed no numbers."""
+    x, shape = operation.args
+    return f"{text.argument(x)}.reshape({text.argument(shape)})"
+
+
 _SPECIAL: Mapping[str, Callable[[_Text, Operation], str]] = {
     "aten.slice.Tensor": _narrow,
     "aten.index.Tensor": _index,
     "aten._to_copy.default": _cast,
-    "aten._unsafe_view.default": lambda text, operation: "{}.view({})".format(*map(text.argument, operation.args)),
+    "aten.view.default": _reshaped,
+    "aten._unsafe_view.default": _reshaped,
 }
 
 
