@@ -12,7 +12,7 @@ from autoshard.errors import InputError, nearest, require
 from autoshard.modules.dims import Collision, NotAligned, Position, factors, fresh, note, size_of
 from autoshard.modules.export import ExportedModule
 from autoshard.modules.local import NAMESPACE
-from autoshard.modules.nodes import Node, argument, line_of, replaced, tensors_of
+from autoshard.modules.nodes import Node, argument, line_of, replaced, tensors_of, torch_name
 from autoshard.modules.program import (
     Read,
     Reading,
@@ -175,7 +175,7 @@ class ProgramReader:
 
     def _hinted(self, node: Node) -> Sequence[str]:
         """Return the user's names for the dims of an input; a view of the same shape has the names of its source."""
-        viewed = node.all_input_nodes[0] if getattr(node.target, "_opname", "") in ("view", *_SAME) else node
+        viewed = node.all_input_nodes[0] if torch_name(node.target) in ("view", *_SAME) else node
         is_same = viewed.meta["val"].shape == node.meta["val"].shape
         return self.hints.get((viewed if is_same else node).name, ())
 
@@ -217,7 +217,7 @@ class ProgramReader:
             self.views[node] = views[node.args[1]]
             return
         schema = getattr(target, "_schema", None)
-        if name in _IGNORED:
+        if torch_name(target) in _IGNORED:
             return
         if name == "wrap_with_autocast":
             raise refused_casts(self.exported.program.graph_module, node, self.exported.call.autocast)
@@ -251,7 +251,7 @@ class ProgramReader:
             local(self, node)
         elif rule:
             rule(self, node)
-        elif torch.Tag.pointwise in node.target.tags or name in ("detach", "fill"):
+        elif torch.Tag.pointwise in node.target.tags or torch_name(node.target) in ("detach", "fill"):
             self.local(node, self.broadcast(node))
         else:
             unknown(self, node)
@@ -387,12 +387,12 @@ class ProgramReader:
 
 
 def _refuse_random(node: Node) -> None:
-    name = getattr(node.target, "_opname", "")
+    name = torch_name(node.target)
     drops = name in ("dropout", "feature_dropout") and node.args[1] and node.args[2]
     drops = drops or (RULES.get(name) is recurrent and argument(node, "dropout") and argument(node, "train"))
     is_random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
     if drops or (is_random and name not in (*_SAME, *RULES)):
-        raise InputError.of(line_of(node), f"{name} draws random numbers; call .eval(), or leave it out")
+        raise InputError.of(line_of(node), f"{name or node.target} draws random numbers; call .eval(), or leave it out")
 
 
 def _one_of(*arguments: Any, function: Callable[..., Any], number: int, **keywords: Any) -> torch.Tensor:

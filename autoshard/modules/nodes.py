@@ -46,6 +46,15 @@ def place_in_tree(path: tuple[Any, ...]) -> str:
     return ".".join(str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in path)
 
 
+def torch_name(target: Any) -> str:
+    """Return the name of torch's operation; nothing for an operation of a user, which may have the same name.
+
+    >>> torch_name(torch.ops.aten.mul.Tensor), torch_name(len)
+    ('mul', '')
+    """
+    return target._opname if getattr(target, "namespace", "") == "aten" else ""
+
+
 def line_of(node: Node) -> str:
     """Return the line of the user's code behind a node."""
     trace = [line.strip() for line in (node.meta.get("stack_trace") or "").strip().splitlines()]

@@ -10,7 +10,7 @@ import torch
 import torch.fx
 from torch.fx.node import map_arg
 
-from autoshard.modules.nodes import Node, argument, axes_of
+from autoshard.modules.nodes import Node, argument, axes_of, torch_name
 
 _aten: Any = torch.ops.aten
 _REAL = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}
@@ -44,7 +44,7 @@ class _PairWriter:
 
     def look(self, node: Node) -> None:
         """Write the pairs of a node, or give its reader the pairs of what it reads."""
-        name = getattr(node.target, "_opname", "")
+        name = torch_name(node.target)
         if node.target is _aten.view_as_complex.default:
             self.pairs[node] = node.args[0]
         elif not any(operand in self.pairs for operand in node.all_input_nodes):
@@ -120,12 +120,12 @@ class _PairWriter:
     def resized(self, node: Node) -> Node:
         """Give pairs another shape; the last dim stays."""
         pair = self.pair(node.args[0])
-        target = _aten.expand.default if getattr(node.target, "_opname", "") == "expand" else _aten.reshape.default
+        target = _aten.expand.default if torch_name(node.target) == "expand" else _aten.reshape.default
         return self.call(target, pair, [*node.meta["val"].shape, 2])
 
     def along(self, node: Node) -> Node:
         """Do the same to pairs along dims that are counted from the front."""
-        source, name = node.args[0], getattr(node.target, "_opname", "")
+        source, name = node.args[0], torch_name(node.target)
         rank = source.meta["val"].dim() + (name == "unsqueeze")
         words = [parameter.name for parameter in node.target._schema.arguments[1:]]
         values = [argument(node, word) for word in words]

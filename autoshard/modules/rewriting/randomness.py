@@ -14,7 +14,7 @@ import torch
 
 from autoshard.engine.torch.kernels.philox import Distribution, random_part
 from autoshard.errors import require
-from autoshard.modules.nodes import Node, argument, line_of
+from autoshard.modules.nodes import Node, argument, line_of, torch_name
 
 _aten: Any = torch.ops.aten
 _KEYS = 2**63 - 1
@@ -54,14 +54,14 @@ def is_in_parts(node: Node) -> bool:
 
 def draws(node: Node) -> bool:
     """Say whether torch itself decomposes an operation into random bits."""
-    return getattr(node.target, "_opname", "") in _DECOMPOSED and bool(node.args[1] and node.args[2])
+    return torch_name(node.target) in _DECOMPOSED and bool(node.args[1] and node.args[2])
 
 
 def take_random_inputs(graph_module: torch.fx.GraphModule) -> tuple[RandomInput, ...]:
     """Let a graph take its random numbers as inputs; operations of which nobody has written how remain."""
     writer = _RandomWriter(graph_module.graph)
     for node in [*graph_module.graph.nodes]:
-        write = _WRITTEN.get(getattr(node.target, "_opname", "")) if node.op == "call_function" else None
+        write = _WRITTEN.get(torch_name(node.target)) if node.op == "call_function" else None
         if write is not None:
             writer.replace(node, write)
     if writer.inputs:
