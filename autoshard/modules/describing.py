@@ -33,8 +33,11 @@ def parameter_lines(
     yield from (f"{pattern:<{width}}  {word}" for pattern, word in grouped)
 
 
-def sent_lines(traced: TracedBlock, program: Program, mesh: Mesh) -> Iterator[str]:
-    """Yield a line for what submodules send alike in a step, with the bytes that a rank holds of its tensors."""
+def sent_lines(traced: TracedBlock, program: Program, mesh: Mesh, rests: Mapping[str, str]) -> Iterator[str]:
+    """Yield a line for what submodules send alike in a step, with the bytes that a rank holds of its tensors.
+
+    Weights that rest in pieces are gathered for their uses.
+    """
     makers = {name: op.source for op in traced.block.ops for name in op.outputs}
     sent: dict[tuple[str, str], list[float]] = defaultdict(list)
     for entry in (entry for entry in program.collectives() if entry.collective.kind != "slice"):  # which sends nothing
@@ -44,6 +47,9 @@ def sent_lines(traced: TracedBlock, program: Program, mesh: Mesh) -> Iterator[st
         sent[_collapsed(path) or "inputs and results", what].append(size)
     for tensor in traced.block.parameters:
         value = program.results[f"{tensor.name}.sum"]
+        if tensor.name in rests:
+            what = f"gathered from pieces over {rests[tensor.name].removeprefix(_FLAT)}"
+            sent["weights", what].append(_bytes(traced, value, mesh))
         if value.layout.sums:
             sent["gradients", f"sums over {'.'.join(value.layout.sums)}"].append(_bytes(traced, value, mesh))
     for (path, what), sizes in sent.items():

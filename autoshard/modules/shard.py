@@ -162,7 +162,7 @@ class ModuleSharding:
         weights = parameter_lines(self.captured.parameters, traced, self.program, sharding.rests)
         sections = {
             "the axes that cut each dim of a parameter": weights,
-            "sent in a step, with the bytes of a rank": sent_lines(traced, self.program, mesh),
+            "sent in a step, with the bytes of a rank": sent_lines(traced, self.program, mesh, sharding.rests),
             "whole on every rank, because nothing is known of the operation": iter(self.kept_whole),
         }
         lines = [f"{question.module} on {ranks} ranks ({axes}): {cost}"]

@@ -2,6 +2,7 @@
 
 import torch
 
+from autoshard.modules.describing import parameter_lines, sent_lines
 from autoshard.modules.shard import shard_module
 from autoshard.modules.sharded import shard
 from tests.ranks.spawn import on_ranks
@@ -48,6 +49,18 @@ def test_a_layer_that_differs_has_a_line_and_copies_have_sums() -> None:
     assert "  1-3.up.weight" in text and "  1-3.down.weight" in text and "  0.{up,down}.weight" in text
     size = (2 + 6 / 4) * HIDDEN * WIDE * 4 / 1024
     assert f"  gradients: 8 x sums over dp, {size:.2f} KiB" in text
+
+
+def test_weights_that_rest_in_pieces_are_said_to_be_gathered() -> None:
+    module, inputs = stack(2)
+    found = shard_module(module, inputs, "h100-80", "dp=8", batch="dp", precision="fp32")
+    parameters = {name: path for name, path in found.captured.parameters.items() if path.endswith("up.weight")}
+    rests = dict.fromkeys(parameters, "flat/dp")
+    (word,) = parameter_lines(parameters, found.traced, found.program, rests)
+    assert word == "*.up.weight  [_, _], in pieces over dp between uses"
+    size = 2 * HIDDEN * WIDE * 4 / 1024
+    lines = [*sent_lines(found.traced, found.program, found.mesh, rests)]
+    assert f"weights: 2 x gathered from pieces over dp, {size:.2f} KiB" in lines
 
 
 def printed() -> str:

@@ -11,7 +11,7 @@ NAMES = sorted({*RULES, *_SAME, *_IGNORED, "detach", "fill", *randomness._WRITTE
 
 
 def define(name: str, factor: float) -> None:
-    """Give an operation a name of torch: running sums along the first dim, which no cut of that dim leaves as they are."""
+    """Give running sums along the first dim, which a cut of that dim changes, a name of torch."""
 
     def running(x: torch.Tensor) -> torch.Tensor:
         return factor * x.cumsum(0)

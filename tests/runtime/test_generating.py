@@ -15,6 +15,7 @@ from autoshard.commands.running.generate import plan_of_text
 from autoshard.engine.torch.formats import Formats
 from autoshard.plan.codec import load
 from autoshard.run.folder import folder_of
+from autoshard.runtime import machine
 from autoshard.runtime.convert.converting import open_weights
 from autoshard.runtime.generating import SpeakingModel, chooser, continued
 from autoshard.spec.model_catalogue import load_model, read_config
@@ -130,7 +131,9 @@ def test_a_run_says_what_it_has_learned(run_folder: Path, capsys: pytest.Capture
     assert said(capsys, *asked, "--tokenizer", "bytes") == "ababababab\n"
 
 
-def test_what_cannot_go_on_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_go_on_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     module_of("gpt2").save_pretrained(tmp_path / "hf")
     folder, bytes_ = str(tmp_path / "hf"), ("--tokenizer", "bytes")
     assert "there is no such file or folder" in said(capsys, "nothing", "--prompt", "a", code=2)
@@ -146,3 +149,9 @@ def test_what_cannot_go_on_is_refused(tmp_path: Path, capsys: pytest.CaptureFixt
     shared = said(capsys, folder, "--prompt", small, "--tokens", "2", *bytes_, "--ranks", "3", code=2)
     assert "--ranks 3: tp=3: " in shared and "do not divide by 3" in shared
     assert "must be at least 1" in said(capsys, folder, "--prompt", small, *bytes_, "--ranks", "0", code=2)
+    odd = said(capsys, folder, "--prompt", small, "--tokens", "998", *bytes_, "--ranks", "2", code=2)
+    assert "have 1001 tokens, filled up to 1002 for 2 ranks, and" in odd
+    monkeypatch.setattr(machine, "available_bytes", lambda: 10)
+    for ranks in ("1", "2"):  # which are all on this machine
+        full = said(capsys, folder, "--prompt", small, *bytes_, "--tokens", "2", "--ranks", ranks, code=2)
+        assert f"{folder}: its weights take" in full and "10 B left" in full

@@ -5,6 +5,7 @@ import shutil
 import tempfile
 import time
 from dataclasses import dataclass, replace
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -113,34 +114,27 @@ class _Ask:
 
     def on_ranks(self, stated: int | None) -> list[int] | None:
         """Return the tokens that follow; None in the process of another rank than the first."""
-        from autoshard.runtime import generating
-
-        assert generating, "forks of a process that has imported it start at once"
+        import_module("autoshard.runtime.generating")  # forks of a process that has it start at once
         launched = given_rank()
         if launched is not None and stated is not None:
             launched.refuse_other_size(stated, "--ranks")
         num_ranks = launched.num_ranks if launched else stated or 1
         plan = plan_of_text(self.weights.model, len(self.prompt) + self.num_tokens, num_ranks)
+        _refuse_large(self.weights, num_ranks if launched else 1)  # before any rank has taken memory for its part
         if num_ranks == 1:
-            return self._added(plan, 1)
+            return self._added(plan)
         folder = Path(tempfile.mkdtemp(prefix="autoshard-generate-"))
-        num_machines = num_ranks if launched is not None and not launched.alone else 1
-        answer = launch(
-            launched,
-            num_ranks,
-            lambda _: self._added(plan, num_machines),
-            show=lambda _: None,
-            placing=Placing(folder=folder),
-        )
+        placing = Placing(folder=folder)
+        answer = launch(launched, num_ranks, lambda _: self._added(plan), show=lambda _: None, placing=placing)
         shutil.rmtree(folder)  # after a failure it stays: its message names the logs
         return answer
 
-    def _added(self, plan: Plan, num_machines: int) -> list[int]:
-        """Return the tokens that follow, as every rank computes them; each machine must hold its share of weights."""
+    def _added(self, plan: Plan) -> list[int]:
+        """Return the tokens that follow, as every rank computes them."""
         from autoshard.engine.torch.formats import Formats
         from autoshard.runtime.generating import SpeakingModel, chooser, continued
 
-        model = SpeakingModel.of(plan, _source_of(self.weights, num_machines), Formats())
+        model = SpeakingModel.of(plan, _source_of(self.weights), Formats())
         return [*continued(model, self.prompt, self.num_tokens, chooser(*self.draw), self.stop)]
 
 
@@ -151,7 +145,10 @@ def plan_of_text(model: ModelSpec, num_tokens: int, num_ranks: int) -> Plan:
     """
     length = -(-num_tokens // num_ranks) * num_ranks
     longest = model.max_positions if model.positions == "learned" else None
-    too_long = f"the prompt and its continuation have {length} tokens, and the model knows {longest} positions"
+    filled = f", filled up to {length} for {num_ranks} ranks" if length > num_tokens else ""
+    too_long = (
+        f"the prompt and its continuation have {num_tokens} tokens{filled}, and the model knows {longest} positions"
+    )
     require((longest is None or length <= longest, "--tokens", too_long))
     plain = replace(model, hidden_dropout=0.0, attention_dropout=0.0)
     work = Workload(seq_len=length, global_batch=1, precision=Precision.named("fp32"))
@@ -160,6 +157,8 @@ def plan_of_text(model: ModelSpec, num_tokens: int, num_ranks: int) -> Plan:
         request = Request(model=plain, cluster=cluster, workload=work, engines=("torch",))
         return plan_at(request, Candidate(tp=num_ranks, zero=0))
     except InputError as error:
+        if num_ranks == 1:
+            raise
         faults = (fault.message for fault in error.faults)
         raise InputError(Fault(where=f"--ranks {num_ranks}", message=message) for message in faults) from None
 
@@ -236,15 +235,20 @@ def _foreign(words: "Tokenizer", model: ModelSpec) -> str:
     return f"tokens of {words.record.name} go to {words.record.vocab - 1}, those of {model.name} to {model.vocab - 1}"
 
 
-def _source_of(weights: _Weights, num_machines: int) -> "WeightSource":
-    """Open the weights; refuse more than this machine can hold, where so many share them."""
-    from autoshard.runtime.convert.converting import form_of, open_weights
+def _refuse_large(weights: _Weights, num_shares: int) -> None:
+    """Refuse weights of which this machine cannot hold even one of so many equal shares."""
     from autoshard.runtime.machine import available_bytes
+
+    needed, there = weights.model.num_parameters * DTYPE_BYTES["fp32"] // num_shares, available_bytes()
+    share = "" if num_shares == 1 else f"1/{num_shares} of "
+    large = f"{share}its weights take {format_bytes(needed)} in FP32, and this machine has {format_bytes(there)} left"
+    require((needed < there, str(weights.folder), large))
+
+
+def _source_of(weights: _Weights) -> "WeightSource":
+    from autoshard.runtime.convert.converting import form_of, open_weights
 
     config = weights.folder / "config.json"
     form = form_of(weights.folder)
     family: Any = read_config(config)[_FAMILY] if form == "hf" else None
-    needed, there = weights.model.num_parameters * DTYPE_BYTES["fp32"] // num_machines, available_bytes()
-    large = f"its weights take {format_bytes(needed)} in FP32, and this machine has {format_bytes(there)} left"
-    require((needed < there, str(weights.folder), large))
     return open_weights(weights.folder, form, family and str(family), weights.model)
