@@ -1,8 +1,10 @@
 """The weights before the first step: their numbers follow from name and place, so each rank draws its part alone."""
 
 import math
+import os
 import zlib
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -13,6 +15,7 @@ from numpy.lib.stride_tricks import as_strided
 from autoshard.engine.programs import tied_instances
 from autoshard.graph.block import OpGraph
 from autoshard.graph.op import Array
+from autoshard.plan.plan import Plan
 
 _SCALE = 0.02  # cited: the standard deviation of GPT-2's weights (Radford et al. 2019); Llama's are drawn likewise
 _CHUNK = 1 << 16  # elements in storage order that one generator draws; who wants some of them draws all
@@ -24,6 +27,14 @@ class InitialWeights:
 
     graph: OpGraph
     seed: int
+    threads: int = 1  # that draw
+
+    @classmethod
+    def of(cls, plan: Plan, graph: OpGraph, seed: int) -> "InitialWeights":
+        """Return the weights of a run, which a rank draws on its share of the processors of its machine."""
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        ranks = min(plan.mesh.num_ranks, plan.cluster.ranks_per_node)
+        return cls(graph=graph, seed=seed, threads=max(1, cores // ranks))
 
     def __call__(self, name: str) -> Any:
         """Return a weight, any part of which can be read; for a tied weight, the one that it shares its values with."""
@@ -34,7 +45,7 @@ class InitialWeights:
         value = op.kind.starts_at(op.inputs.index(parameter))
         if value is not None:
             return np.broadcast_to(np.float32(value), shape)
-        return DrawnWeight(shape=shape, seeds=(self.seed, zlib.crc32(name.encode())))
+        return DrawnWeight(shape=shape, seeds=(self.seed, zlib.crc32(name.encode())), threads=self.threads)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +54,7 @@ class DrawnWeight:
 
     shape: tuple[int, ...]
     seeds: tuple[int, int]  # of the run, and of the weight's name
+    threads: int = 1
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -71,12 +83,19 @@ class DrawnWeight:
 
     def _draw(self, first: int, into: Array) -> None:
         """Fill a run of elements, the first of which has this number in storage order."""
-        done = 0
-        while done < len(into):
-            chunk, skipped = divmod(first + done, _CHUNK)
-            values = _drawn(*self.seeds, chunk)[skipped : skipped + len(into) - done]
-            into[done : done + len(values)] = values
-            done += len(values)
+        starts = range(first - first % _CHUNK, first + len(into), _CHUNK)
+        if self.threads == 1 or len(starts) <= self.threads:
+            for start in starts:
+                self._draw_chunk(start, first, into)
+            return
+        with ThreadPoolExecutor(self.threads) as pool:  # numpy draws without Python's lock
+            for _ in pool.map(lambda start: self._draw_chunk(start, first, into), starts):
+                pass
+
+    def _draw_chunk(self, start: int, first: int, into: Array) -> None:
+        """Fill the part of a run that lies in the chunk with this start."""
+        low, high = max(start, first), min(start + _CHUNK, first + len(into))
+        into[low - first : high - first] = _drawn(*self.seeds, start // _CHUNK)[low - start : high - start]
 
 
 @lru_cache(maxsize=8)  # runs that are shorter than a chunk follow each other

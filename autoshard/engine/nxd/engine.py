@@ -200,7 +200,7 @@ def _is_finite(tensor: Tensor) -> bool:
 
 def build(plan: Plan, run: Run) -> NxdEngine:
     """Build this rank's share of a plan."""
-    return NxdEngine(plan, InitialWeights(graph=graph_of(plan), seed=run.training.seed), run.training.adamw)
+    return NxdEngine(plan, InitialWeights.of(plan, graph_of(plan), run.training.seed), run.training.adamw)
 
 
 def _with_classes(lowering: NxdLowering) -> dict[str, Any]:

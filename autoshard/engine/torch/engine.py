@@ -48,7 +48,7 @@ _MOST_SUSPECTS = 3  # losses and gradients that a rank names
 
 def build(plan: Plan, run: Run) -> "TorchEngine":
     """Build this rank's share of a plan, with weights from the run's seed."""
-    whole = InitialWeights(graph=graph_of(plan), seed=run.training.seed)
+    whole = InitialWeights.of(plan, graph_of(plan), run.training.seed)
     engine = TorchEngine(plan, whole, Formats(device=torch.device(run.device)), run)
     engine.write_functions(run.folder / "generated")
     return engine
