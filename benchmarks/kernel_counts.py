@@ -27,7 +27,7 @@ from autoshard.engine.torch.compiled import Piece, like, traced
 from autoshard.engine.torch.execution import RankStep
 from autoshard.engine.torch.fake import fake_world
 from autoshard.engine.torch.formats import NOWHERE, Formats, memory_of
-from autoshard.engine.torch.kernels import Rotations, attention
+from autoshard.engine.torch.kernels import Rotations, fused_attention
 from autoshard.engine.torch.recording import Operation, Recording, tensors_in
 from autoshard.engine.torch.steps import RankContext
 from autoshard.engine.torch.world import World
@@ -152,7 +152,7 @@ def _rank_of(plan: Plan) -> Iterator[tuple[RankContext, Mapping[str, BlockProgra
     """Be the first rank of a plan on a GPU that is not there; give what its blocks are run by, and these."""
     with (
         fake_world(0, plan.mesh.num_ranks),
-        mock.patch.object(attention, "KERNELS", {NOWHERE.type: attention.GPU}),
+        mock.patch.object(fused_attention, "KERNELS", {NOWHERE.type: fused_attention.GPU}),
         # cited: pytorch/pytorch v2.13 aten/src/ATen/native/cuda/Blas.cpp: addmm_dtype_out_cuda
         mock.patch.object(steps, "adds_wide", lambda *_: True),
         mock.patch.object(joint, "adds_wide", lambda *_: True),

@@ -13,6 +13,7 @@ from hypothesis import given, strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import autoshard.engine.torch.kernels.attention as attention_kernels
+import autoshard.engine.torch.kernels.fused_attention as fused_attention
 import autoshard.engine.torch.kernels.products as products
 from autoshard.engine.nxd.blocks import COMPUTE
 from autoshard.engine.torch.formats import Formats
@@ -184,7 +185,7 @@ def test_where_half_formats_are_slow_products_are_of_fp32_and_rounded_once(monke
     """As processors without AVX-512 compute them, on which a step in BF16 would take five times as long."""
     local, noted = KernelContext(formats=Formats()), dict[bool, list[torch.dtype]]()
     for slow in (False, True):
-        for module in (products, attention_kernels):
+        for module in (products, fused_attention):
             monkeypatch.setattr(module, "slow_halves", lambda _, slow=slow: {torch.bfloat16} if slow else set())
         with Products() as seen:
             for _, op, call, arrays, _ in computed(MODELS["experts"]):
@@ -344,7 +345,7 @@ def attention(positions: Array, key_positions: Array, attend: Attend, *starts: A
 
 @given(
     st.integers(1, 4), st.integers(1, 5), st.booleans(), st.booleans(),
-    st.sampled_from([attention_kernels.KERNELS, {}]), st.data(),
+    st.sampled_from([fused_attention.KERNELS, {}]), st.data(),
 )  # fmt: skip
 def test_attention_between_any_two_parts_of_a_sequence(ranks, part, mirrored, separate, kernels, data):
     count = 2 * ranks * part
@@ -357,7 +358,7 @@ def test_attention_between_any_two_parts_of_a_sequence(ranks, part, mirrored, se
     keys, value_dim = data.draw(st.sampled_from([blocks[other], order])), data.draw(st.sampled_from([2, 4, 7]))
     attend = Attend(window=window, value_width="head_dim" if value_dim == 4 else "value_dim")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention_kernels, "KERNELS", kernels)
+        patch.setattr(fused_attention, "KERNELS", kernels)
         patch.setattr(attention_kernels, "_ROWS", 3)
         attention(blocks[mine], keys, attend, *([np.array(starts)] if separate else []), value_dim=value_dim)
 

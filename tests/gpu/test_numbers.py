@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from autoshard.engine.torch.formats import Formats, own
-from autoshard.engine.torch.kernels.attention import fused
+from autoshard.engine.torch.kernels.fused_attention import CUDNN, GPU, agree, fused
 from autoshard.engine.torch.kernels.products import add_product, adds_wide, groups_products
 from autoshard.engine.torch.states.rounding import RoundingBits
 from benchmarks.gpu import right
@@ -70,6 +70,9 @@ def test_the_kernels_that_plans_count_on_are_there() -> None:
     cuda = torch.device("cuda")
     assert fused(cuda, torch.bfloat16, 128) is not None and groups_products(cuda)
     assert fused(cuda, torch.float32, 128) is None
+    if torch.cuda.get_device_capability() >= (9, 0):
+        assert agree(CUDNN, GPU, cuda, torch.bfloat16) and fused(cuda, torch.bfloat16, 128) is CUDNN
+    assert fused(cuda, torch.bfloat16, 128, of_documents=True) is GPU
 
 
 def test_bits_that_round_are_those_of_the_host() -> None:

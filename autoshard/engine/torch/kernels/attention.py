@@ -8,7 +8,7 @@ Documents that do not see each other need none: each is attended to on its own.
 
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, product
 from typing import cast
@@ -17,20 +17,14 @@ import torch
 from einops import einsum, rearrange
 from torch.nn import functional
 
-from autoshard.engine.torch.formats import NOWHERE, slow_halves, wide
+from autoshard.engine.torch.formats import wide
 from autoshard.engine.torch.kernels.dropout import keeps
+from autoshard.engine.torch.kernels.fused_attention import FusedAttention, Heads, Part, fused
 from autoshard.engine.torch.kernels.kernel import Kernel, KernelContext, register_kernels
 from autoshard.graph.kinds.attention import MOST_GROUPED, Attend, AttendGradient, scale_of, where_and_draws
 from autoshard.graph.op import Call
-from autoshard.run.protocol import HOST
 
-Part = tuple[torch.Tensor, torch.Tensor]  # mixed values [batch, head, query, head_dim], log of the denominators
-Heads = tuple[
-    torch.Tensor, torch.Tensor, torch.Tensor
-]  # of queries, keys and values: [batch, head, position, head_dim]
-
-_aten = torch.ops.aten
-_HALF = (torch.bfloat16, torch.float16)
+_NUM_INPUTS = {Attend: 5, AttendGradient: 8}  # without dropout; one more says where documents start
 _ROWS = 128  # queries that are masked together
 # Of attention in single operations: how query heads are numbered, keys or values that a group of them shares, and the
 # gradients of these, which are sums over the group.
@@ -41,63 +35,6 @@ _SHARED_COLUMNS = "batch kv_heads kv_seq head_dim -> batch kv_heads 1 head_dim k
 _OVER_QUERIES = (
     "batch kv_heads q_group seq kv_seq, batch kv_heads q_group seq head_dim -> batch kv_heads kv_seq head_dim"
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FusedAttention:
-    """A device's kernel: attention of [batch, head, position, head_dim], query heads in groups that share keys."""
-
-    dtypes: tuple[torch.dtype, ...]
-    head_dims: range
-    forward: Callable[[Sequence[torch.Tensor], bool, float], Part]  # of query, key, value; causal or not; scale
-    backward: Callable[[Sequence[torch.Tensor], bool, float], Heads]  # of upstream, query, key, value, result, lse
-
-
-def _on_gpu_back(tensors: Sequence[torch.Tensor], causal: bool, scale: float) -> Heads:
-    *arguments, lse = tensors
-    _, query, key, *_ = arguments
-    lengths = (None, None, query.shape[2], key.shape[2])  # all sequences are as long
-    seeds = [torch.empty(size, dtype=torch.uint64, device=query.device) for size in (2, 0)]  # of a dropout
-    rows = lse.contiguous()  # the kernel reads it without its strides
-    back = _aten._scaled_dot_product_flash_attention_backward
-    return back(*arguments, rows, *lengths, 0.0, causal, *seeds, scale=scale)
-
-
-def _on_host_back(tensors: Sequence[torch.Tensor], causal: bool, scale: float) -> Heads:
-    back = _aten._scaled_dot_product_flash_attention_for_cpu_backward
-    upstream, *others = tensors
-    if upstream.dtype not in slow_halves(torch.device(HOST)):
-        return back(*tensors, 0.0, causal, scale=scale)
-    gradients = back(*(tensor.float() for tensor in (upstream, *others)), 0.0, causal, scale=scale)
-    query, key, value = (gradient.to(upstream.dtype) for gradient in gradients)
-    return query, key, value
-
-
-_HOST = FusedAttention(
-    dtypes=(torch.float32, torch.float64, *_HALF),
-    head_dims=range(1, 2**16),
-    forward=lambda heads, causal, scale: _aten._scaled_dot_product_flash_attention_for_cpu(
-        *heads, 0.0, causal, scale=scale
-    ),
-    backward=_on_host_back,
-)
-GPU = FusedAttention(
-    dtypes=_HALF,
-    head_dims=range(8, 257, 8),
-    forward=lambda heads, causal, scale: _aten._scaled_dot_product_flash_attention(*heads, 0.0, causal, scale=scale)[
-        :2
-    ],
-    backward=_on_gpu_back,
-)
-KERNELS: Mapping[str, FusedAttention] = {HOST: _HOST, NOWHERE.type: _HOST, "cuda": GPU}
-
-
-def fused(device: torch.device, dtype: torch.dtype, head_dim: int) -> FusedAttention | None:
-    """Return the kernel for these tensors, if there is one; GPUs have it since Ampere."""
-    if device.type == "cuda" and torch.cuda.get_device_capability() < (8, 0):
-        return None
-    kernel = KERNELS.get(device.type)
-    return kernel if kernel and dtype in kernel.dtypes and head_dim in kernel.head_dims else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,7 +173,8 @@ class _Attention:
     @classmethod
     def of(cls, call: Call, context: KernelContext, kind: Attend | AttendGradient) -> "_Attention":
         formats, width = context.formats, max(call.sizes["head_dim"], call.sizes[kind.value_width])
-        kernel = None if kind.dropped else fused(formats.device, formats.of(call.inputs[0].dtype), width)
+        dtype, of_documents = formats.of(call.inputs[0].dtype), len(call.inputs) > _NUM_INPUTS[type(kind)]
+        kernel = None if kind.dropped else fused(formats.device, dtype, width, of_documents=of_documents)
         return cls(kernel, kind.window, kind.dropped, scale_of(kind, call), width)
 
     def padded(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
