@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from autoshard.engine.torch.kernels.kernel import Kernel, KernelContext, register_kernels
 from autoshard.graph.op import Array, Call, Differentiable, Dims, GradientStep, OpKind, Output, Tensor
 from autoshard.modules.local import NAMESPACE
 from autoshard.modules.nodes import fill_slots
@@ -22,9 +23,11 @@ def expand(array: torch.Tensor, *, shape: Sequence[int]) -> torch.Tensor:
     return array.expand(tuple(shape))
 
 
-def constant(value: float, dtype: torch.dtype, *, shape: Sequence[int]) -> torch.Tensor:
+def constant(
+    value: float, dtype: torch.dtype, *, shape: Sequence[int], device: torch.device | None = None
+) -> torch.Tensor:
     """Return one number everywhere."""
-    return torch.full(tuple(shape), value, dtype=dtype)
+    return torch.full(tuple(shape), value, dtype=dtype, device=device)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,12 +42,16 @@ class Local:
     gives: Positions
     products: tuple[Dims, ...] = ()  # of matrices: a multiplication and an addition for each combination of these dims
 
-    def run(self, tensors: Sequence[torch.Tensor], sizes: Mapping[str, int]) -> torch.Tensor:
-        """Call the function; the result is laid out along its dims."""
+    def run(
+        self, tensors: Sequence[torch.Tensor], sizes: Mapping[str, int], device: torch.device | None = None
+    ) -> torch.Tensor:
+        """Call the function; the result is laid out along its dims. What reads nothing is made on the ``device``."""
         read = [_along(tensors[number], dims, positions, sizes) for number, dims, positions in self.reads]
         keywords = {key: fill_slots(value, read) for key, value in self.keywords.items()}
         if self.function in (expand, constant):
             keywords["shape"] = _lengths(self.gives, sizes)
+        if self.function is constant:
+            keywords["device"] = device
         result = self.function(*(fill_slots(argument, read) for argument in self.arguments), **keywords)
         return result.reshape([sizes[dim] for position in self.gives for dim in position])
 
@@ -83,18 +90,23 @@ class Region(Differentiable):
     def evaluate(self, call: Call, *arrays: Array) -> tuple[Array, ...]:
         return (self.run([torch.from_numpy(np.asarray(array, order="C")) for array in arrays], call.sizes).numpy(),)
 
-    def run(self, tensors: Sequence[torch.Tensor], sizes: Mapping[str, int]) -> torch.Tensor:
-        """Run all functions on parts of these sizes; a rank without a part has nothing to run, or to add to a sum."""
+    def run(
+        self, tensors: Sequence[torch.Tensor], sizes: Mapping[str, int], device: torch.device | None = None
+    ) -> torch.Tensor:
+        """Run all functions on parts of these sizes; a rank without a part has nothing to run, or to add to a sum.
+
+        The device is that of the rank; without it, that of what the region reads.
+        """
+        device = device or (tensors[0].device if tensors else None)
         reads = [read for local in self.locals for read in local.reads]
         read_dims = [dim for number, dims, _ in reads if number < len(tensors) for dim in dims]
         if not all(
             sizes[dim] for dim in (*read_dims, *self.dims) if dim not in self.empty
         ):  # which not all functions of torch take
-            device = tensors[0].device if tensors else None
             return torch.zeros([sizes[dim] for dim in self.dims], dtype=self.format, device=device)
         values = list(tensors)
         for local in self.locals:
-            values.append(local.run(values, sizes))
+            values.append(local.run(values, sizes, device))
         return values[-1]
 
     def torch_kernel(self, call: Call) -> Callable[..., tuple[torch.Tensor, ...]]:
@@ -171,14 +183,20 @@ class Tape:
     sources: tuple[torch.Tensor, ...]
 
     @classmethod
-    def of(cls, kind: RegionGradient, inputs: Sequence[torch.Tensor], sizes: Mapping[str, int]) -> "Tape":
+    def of(
+        cls,
+        kind: RegionGradient,
+        inputs: Sequence[torch.Tensor],
+        sizes: Mapping[str, int],
+        device: torch.device | None = None,
+    ) -> "Tape":
         """Run a region on parts of these sizes."""
         copies = [
             tensor.detach().requires_grad_() if number in kind.needed else tensor
             for number, tensor in enumerate(inputs)
         ]
         with torch.enable_grad():
-            result = kind.region.run(copies, sizes)
+            result = kind.region.run(copies, sizes, device)
         return cls(result=result, sources=tuple(copies[number] for number in kind.needed))
 
     def gradients(self, upstream: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -219,3 +237,15 @@ def _along(tensor: torch.Tensor, dims: Dims, positions: Positions, sizes: Mappin
     """Lay a tensor that lies along ``dims`` out by positions."""
     order = [dims.index(dim) for position in positions for dim in position]
     return tensor.permute(order).reshape(_lengths(positions, sizes))
+
+
+def _region(kind: Region, call: Call, context: KernelContext) -> Kernel:
+    return lambda *tensors: (kind.run(tensors, call.sizes, context.formats.device),)
+
+
+def _region_gradient(kind: RegionGradient, call: Call, context: KernelContext) -> Kernel:
+    dims, device = call.inputs[0].dims, context.formats.device
+    return lambda upstream, *inputs: Tape.of(kind, inputs, call.sizes, device).gradients(kind.laid_out(upstream, dims))
+
+
+register_kernels({Region: _region, RegionGradient: _region_gradient})

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -50,11 +51,14 @@ def _begin_alone(error: Exception, count: int) -> bool:
 
 
 def cluster_of(cluster: Cluster | str, count: int) -> Cluster:
-    """Return the cluster of a name, with as many ranks."""
+    """Return the cluster of a name, with as many ranks: whole nodes, or a part of one."""
     if isinstance(cluster, Cluster):
         return cluster
     if cluster == "local":
         return load_cluster("local", ranks=count)
-    node = load_cluster(cluster).num_ranks
+    whole = load_cluster(cluster)
+    node = whole.num_ranks
+    if count < node and count % whole.ranks_per_chip == 0:  # a part of a node, as people rent GPUs
+        return replace(whole, chips_per_node=count // whole.ranks_per_chip, placements=())
     require((count % node == 0, "cluster", f"{count} ranks do not fill nodes of {cluster}, which have {node}"))
     return load_cluster(cluster, count // node)

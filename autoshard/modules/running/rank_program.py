@@ -205,10 +205,10 @@ class RankProgram:
 
     def _recorded(self, entry: Compute, kind: RegionGradient) -> StepFunction:
         """Return a region with what torch keeps of it for its gradients."""
-        sizes = self.context.sizes(entry)
+        sizes, device = self.context.sizes(entry), self.context.formats.device
 
         def run(*tensors: torch.Tensor) -> Sequence[Any]:
-            tape = Tape.of(kind, tensors, sizes)
+            tape = Tape.of(kind, tensors, sizes, device)
             return tape.result.detach(), tape
 
         return run
