@@ -6,8 +6,8 @@ import threading
 import time
 import zlib
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -145,6 +145,19 @@ class CheckpointLabel:
     texts: Mapping[str, str] = field(default_factory=dict[str, str], hash=False)
 
 
+@contextmanager
+def _beside_steps(device: Any, updated: Any) -> Iterator[None]:
+    """Copy from a GPU as soon as the state is ``updated``, not after what the next step has begun there.
+
+    A kernel of that step may take long, or hang; the state before it can be saved all the same.
+    """
+    stream = torch.cuda.Stream(device)
+    if updated is not None:
+        stream.wait_event(updated)
+    with torch.cuda.stream(stream):
+        yield
+
+
 class Saver:
     """Saves a run's state, one checkpoint at a time; every rank of the group calls the same.
 
@@ -185,11 +198,12 @@ class Saver:
         """
         assert self._thread is None, "one checkpoint at a time"
         self._progress, self._blocked_s = SaveProgress(), 0.0
-        device = pieces[0].memory.device if alone and pieces else None
+        device = pieces[0].memory.device if pieces else None
+        is_gpu = device is not None and device.type == "cuda"
+        updated = torch.cuda.current_stream(device).record_event() if is_gpu and not alone else None
 
         def save() -> None:
-            stream = torch.cuda.stream(torch.cuda.Stream(device)) if device and device.type == "cuda" else nullcontext()
-            with stream:
+            with _beside_steps(device, updated) if is_gpu else nullcontext():
                 self._save(state, tuple(pieces), prunes)
 
         self._thread = threading.Thread(target=save, daemon=True)
