@@ -11,7 +11,6 @@ from functools import partial
 
 import numpy as np
 
-from autoshard.engine.programs import graph_of
 from autoshard.plan.plan import Plan
 from benchmarks.gpu.device import Device, Item, failed, first_line, measured, result, rounded, short, world_of_one
 from benchmarks.gpu.profiled import Profiled, marking_blocks, profiled, warm
@@ -116,10 +115,11 @@ def _of_subject(name: str, plan: Plan, one: Subject, times: Sequence[float], pea
     with one.there(device), marking_blocks():
         warm(one.step, device, 1)
         seen = profiled(one.step, device)
-    rate, peak = graph_of(plan).model_flops_per_token() * tokens / step_s, device.peak()
+    assert plan.prediction, "a plan that was made has its prediction"
+    mfu, peak = plan.prediction.mfu * plan.prediction.step_time_s / step_s, device.peak()
     extras: dict[str, Extra] = {
-        "step_s": step_s, "tokens_per_s": tokens / step_s, "mfu": rate / peak if peak else None,
-        "tflops": rate / 1e12, "peak_gib": peak_bytes / _GIB, **_seen(plan, seen),
+        "step_s": step_s, "tokens_per_s": tokens / step_s, "mfu": mfu if peak else None,
+        "tflops": mfu * peak / 1e12 if peak else None, "peak_gib": peak_bytes / _GIB, **_seen(plan, seen),
     }  # fmt: skip
     return result(name, step_s, "s a step", extras)
 
