@@ -1,7 +1,8 @@
 """What this machine has for a plan: engines, devices, memory; a plan is refused for what it lacks."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,6 +18,7 @@ from autoshard.units import format_bytes
 
 XLA = "xla"  # Neuron devices as NxD has them
 CUDA = "cuda"
+_ASKS_DRIVER = "PYTORCH_NVML_BASED_CUDA_CHECK"  # torch's name
 _MOST_RANKS = 64  # more processes than this are no use on one machine, as spec/clusters/local.json says
 _SHARED = ("runtime",)  # memory of a platform itself; here, pages that forks of one process share
 COMPILER = "neuron_parallel_compile"
@@ -58,7 +60,12 @@ def counter(*, of_code: bool = False) -> Callable[[Plan, int], Measured]:
 
 
 def require_torch() -> None:
-    """Refuse to execute a plan without torch, and say how to install it."""
+    """Refuse to execute a plan without torch, and say how to install it.
+
+    Parts of torch ask when they are imported whether there is a GPU. CUDA's own answer would make GPUs unusable to
+    forks of this process, which ranks are; the driver's does not.
+    """
+    os.environ.setdefault(_ASKS_DRIVER, "1")
     try:
         import_module("torch")
     except ModuleNotFoundError as error:
@@ -81,6 +88,9 @@ def device_of(plan: Plan, *, forked: bool) -> str:
 
     if forked:
         device = CUDA if torch.cuda.device_count() >= plan.mesh.num_ranks else HOST
+        used = "this process has used a GPU, as code does that a plan imports, and forked ranks cannot use it then"
+        remedy = f"Start the ranks with torchrun --nproc-per-node {plan.mesh.num_ranks}"
+        require((device == HOST or not torch.cuda.is_initialized(), "devices", f"{used}. {remedy}"))
     else:
         there = torch.accelerator.current_accelerator(check_available=True)
         device = HOST if there is None or device_backend(there.type) == "gloo" else there.type
@@ -118,6 +128,28 @@ def joined_device(device: str, local_rank: int) -> str:
     require((local_rank < there, "ranks", f"{message}. {remedy}"))
     torch.accelerator.set_device_index(local_rank)
     return f"{HOST}:gloo,{device}:{device_backend(device)}"  # tensors of the host go between hosts
+
+
+@contextmanager
+def adding_in_order(device: str, *, asked: bool) -> Iterator[None]:
+    """Let torch add numbers in one order on a device, so that equal runs have equal bits; it warns where it cannot.
+
+    Processors do so in any case.
+    """
+    if not asked or device == HOST:
+        yield
+        return
+    import torch
+
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when the first product is begun
+    fills = torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # nothing reads memory that nothing has written
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.utils.deterministic.fill_uninitialized_memory = fills
 
 
 def refuse_too_large(plan: Plan, available_bytes: int) -> None:
@@ -166,16 +198,17 @@ def refuse_without_neuron(plan: Plan, name: str, *, started: bool) -> None:
 def missing_compiler(device: str) -> str:
     """Say what torch has not to compile for a device: for processors a compiler of C++, for GPUs Triton.
 
-    A device may bring its own compiler, which has its name (TorchNeuron's is ``neuron``).
+    A device may bring its own compiler, which has its name (TorchNeuron's is ``neuron``). The device is not begun with,
+    because forked ranks could not use it then.
     """
     if device != HOST:
         from torch._dynamo.backends.registry import list_backends
 
         if device in list_backends():
             return ""
-        from torch.utils._triton import has_triton
+        from torch.utils._triton import has_triton_package
 
-        return "" if has_triton() else f"there is no Triton here for {device}"
+        return "" if has_triton_package() else f"there is no Triton here for {device}"
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.exc import InvalidCxxCompiler
 

@@ -29,7 +29,7 @@ from autoshard.runtime.data.opened import source_of
 from autoshard.runtime.evaluating import Evaluator
 from autoshard.runtime.forked import handling
 from autoshard.runtime.launch import only_extracts
-from autoshard.runtime.machine import CUDA, refuse_full_device
+from autoshard.runtime.machine import CUDA, adding_in_order, refuse_full_device
 from autoshard.runtime.out_of_memory import explained_when_full
 from autoshard.runtime.profiling import StepProfile
 from autoshard.runtime.rescue import StateRescue
@@ -54,7 +54,8 @@ def train(plan: Plan, run: Run, build: Builds, say: Say, watch: Watch | None = N
     """
     run = replace(run, activity=RankActivity(activity_folder(run.folder) / str(dist.get_rank())))
     signals: list[int] = []
-    with handling(lambda number, _: signals.append(number), signal.SIGTERM, signal.SIGINT):
+    in_order = adding_in_order(run.device, asked=run.training.deterministic)
+    with in_order, handling(lambda number, _: signals.append(number), signal.SIGTERM, signal.SIGINT):
         loop = _Loop(plan, run, build, say, signals)
         if watch is not None and run.training.checkpoint.saves:
             watch.rescue = loop.rescue

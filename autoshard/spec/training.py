@@ -246,6 +246,7 @@ class Training:
         skip_budget: With on_nonfinite skip: how many steps of the run may be skipped before it stops.
         data: The tokens to train on.
         eval: How the run is judged meanwhile, by other tokens.
+        deterministic: Add numbers in one order on GPUs too, so that equal runs have equal bits. It costs time.
         init_weights: Where weights come from: a checkpoint or a Hugging Face folder. Default: drawn at random.
         schedule: The learning rate over the steps.
         adamw: The constants of AdamW.
@@ -259,6 +260,7 @@ class Training:
     learning_rate: float = 3e-4
     on_nonfinite: Literal["stop", "skip"] = "stop"
     skip_budget: int = 10
+    deterministic: bool = False
     init_weights: str | None = None
     data: DataSpec = field(default_factory=DataSpec)
     eval: Evaluating = field(default_factory=Evaluating)

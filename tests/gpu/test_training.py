@@ -30,7 +30,7 @@ def plan_of(precision: str, documents: Any) -> Plan:
 
 def start(plan: Plan, folder: Path, steps: int, port: int) -> Trained:
     found = Trained()
-    training = Training(steps=steps, learning_rate=1e-3, checkpoint=Checkpointing(every_steps=2))
+    training = Training(steps=steps, learning_rate=1e-3, deterministic=True, checkpoint=Checkpointing(every_steps=2))
     run = Run(folder=folder, training=training, device="cuda")
     build = builder("torch")
     rank = GivenRank(by="torchrun", rank=0, num_ranks=1, meeting=f"tcp://127.0.0.1:{port}", alone=True)

@@ -22,7 +22,7 @@ BANNED_WORDS = {"manager", "managers", "helper", "helpers", "util", "utils", "in
 BANNED_STARTS = ("do_", "process_")
 
 # The only code that may read the environment.
-READS_ENVIRONMENT = {ROOT / "autoshard" / "cli.py", ROOT / "autoshard" / "runtime" / "launch.py"}
+READS_ENVIRONMENT = {ROOT / "autoshard" / name for name in ("cli.py", "runtime/launch.py", "runtime/machine.py")}
 
 # A clone must make sense on any machine: nothing may point above its root, into somebody's folders,
 # or to an index that only some can reach.

@@ -204,6 +204,9 @@ def _answer(end: Connection) -> tuple[float, str, Any]:
 
 def be_a_template(number: int) -> None:
     """Import what most ranks need; then be forked as often as a worker asks, until all workers have ended."""
+    from autoshard.runtime.machine import require_torch
+
+    require_torch()  # as `autoshard run` imports it: so that forks can use GPUs
     import torch
 
     for name in _IMPORTED:

@@ -1,20 +1,27 @@
 """What a machine has for a plan: devices, and what is said where it lacks NxD."""
 
+import os
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch.utils.backend_registration import rename_privateuse1_backend
 
+import autoshard.commands.run as run_command
+from autoshard.commands.running.execution import Execution
 from autoshard.engine.torch.world import channel_backend
 from autoshard.errors import InputError
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.environment import environment
 from autoshard.plan.plan import Plan
+from autoshard.run.protocol import Run
 from autoshard.runtime import machine
 from autoshard.runtime.machine import device_of, joined_device
 from autoshard.search.bound.request import Request, plan_at
 from autoshard.spec.cluster_catalogue import load_cluster
 from autoshard.spec.model_catalogue import load_model
+from autoshard.spec.training import Training
 from autoshard.spec.workload import Precision, Workload
 from tests.plan.nxd.test_match import planned
 from tests.ranks.spawn import on_ranks
@@ -59,6 +66,40 @@ def test_a_plan_for_gpus_takes_those_that_are_here(kind, count, forked, started,
     plan = plan_for("h100-80")
     assert (device_of(plan, forked=True), device_of(plan, forked=False)) == (forked, started)
     assert device_of(plan_for("local"), forked=True) == device_of(plan_for("local"), forked=False) == "cpu"
+
+
+def begun(*_: object, **__: object) -> None:
+    raise AssertionError("CUDA has begun in the process whose forks are to use it")
+
+
+def test_who_forks_ranks_leaves_gpus_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A fork cannot use a GPU that its parent has begun with; only the driver may be asked."""
+    having(monkeypatch, "cuda", 8)
+    for name in ("is_available", "get_device_properties", "_lazy_init", "init"):
+        monkeypatch.setattr(torch.cuda, name, begun)
+    monkeypatch.delenv("PYTORCH_NVML_BASED_CUDA_CHECK", raising=False)
+    run = Run(folder=tmp_path, training=Training())
+    execution = Execution(plan=plan_for("h100-80"), notes=(), run=run, tried=False, restarts=0, json=False)
+    chosen = run_command._in_mode(run_command._on_device(execution, None), "auto").run
+    assert chosen.device == "cuda" and torch.cuda._nvml_based_avail()
+
+
+def test_a_gpu_that_is_used_already_is_not_for_forked_ranks(monkeypatch: pytest.MonkeyPatch):
+    having(monkeypatch, "cuda", 8)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    with pytest.raises(InputError, match=r"has used a GPU.*Start the ranks with torchrun --nproc-per-node 8"):
+        device_of(plan_for("h100-80"), forked=True)
+    assert device_of(plan_for("h100-80"), forked=False) == "cuda"
+
+
+def test_numbers_are_added_in_one_order_on_a_device_if_the_recipe_says_so(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    states: list[bool] = []
+    for device, asked in (("cuda", True), ("cuda", False), ("cpu", True)):
+        with machine.adding_in_order(device, asked=asked):
+            states.append(torch.are_deterministic_algorithms_enabled())
+    assert states == [True, False, False] and os.environ.pop("CUBLAS_WORKSPACE_CONFIG") == ":4096:8"
+    assert not torch.are_deterministic_algorithms_enabled() and torch.utils.deterministic.fill_uninitialized_memory
 
 
 def test_a_plan_for_trainium_takes_no_gpu(monkeypatch: pytest.MonkeyPatch):

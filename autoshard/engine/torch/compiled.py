@@ -28,7 +28,9 @@ def compiler_of(device: torch.device) -> Callable[[Piece, Sequence[torch.Tensor]
     from torch._inductor import config  # two seconds, which a run without a compiler need not wait
     from torch._inductor.compile_fx import compile_fx_inner
 
-    settings = {"compile_threads": _THREADS_OF_HOST} if device.type == HOST else {}
+    settings: dict[str, Any] = {"compile_threads": _THREADS_OF_HOST} if device.type == HOST else {}
+    if torch.are_deterministic_algorithms_enabled():
+        settings["deterministic"] = True  # or else kernels are chosen by their time, and sums have their order
     even, registered = FakeTensorMode(), device.type in list_backends()
 
     def compiled(piece: Piece, examples: Sequence[torch.Tensor]) -> Piece:
