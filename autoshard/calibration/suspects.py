@@ -183,7 +183,10 @@ def _impossible(judged: Sequence[_JudgedRow]) -> Named:
         if cluster.name == LOCAL:  # its rates are no data sheet's
             continue
         peak = cluster.rank_matrix_flops_per_s(precision.products or precision.activations) * cluster.num_ranks
-        mfu = _flops_per_token(run, pairs=0.5) * row.timed.time.work / (time_s * peak)
+        model = run.model
+        looked_up = 0 if model.tied_embeddings else model.vocab * model.hidden  # which no product reads
+        flops = _flops_per_token(run, pairs=0.5) - 6 * looked_up
+        mfu = flops * row.timed.time.work / (time_s * peak)
         if mfu > _MOST_MFU:
             says = f"would use {mfu:.0%} of the chips' peak, which nobody reaches"
             named[place] = _suspect(row, "batch", math.log(mfu), says)

@@ -69,6 +69,11 @@ def test_a_bias_that_all_rows_of_a_program_have_names_nobody():
     assert named(found) == {}
 
 
+def test_a_table_that_is_looked_up_counts_no_flops():
+    """Of two layers and a large vocabulary the table of tokens is a third of the weights, and multiplies nothing."""
+    assert named(known("engine/h200")) == {}
+
+
 @pytest.mark.slow
 def test_a_published_rate_that_disagrees_with_batch_and_step_time_is_named():
     found = known("sweeps/bloom_a100")
