@@ -7,6 +7,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from shutil import which
+from typing import Any
 
 from autoshard.errors import InputError, require
 from autoshard.plan.plan import Plan
@@ -142,14 +143,15 @@ def adding_in_order(device: str, *, asked: bool) -> Iterator[None]:
     import torch
 
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when the first product is begun
-    fills = torch.utils.deterministic.fill_uninitialized_memory
+    settings: Any = torch.utils.deterministic
+    fills = settings.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # nothing reads memory that nothing has written
+    settings.fill_uninitialized_memory = False  # nothing reads memory that nothing has written
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(False)
-        torch.utils.deterministic.fill_uninitialized_memory = fills
+        settings.fill_uninitialized_memory = fills
 
 
 def refuse_too_large(plan: Plan, available_bytes: int) -> None:

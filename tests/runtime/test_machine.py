@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -99,7 +100,8 @@ def test_numbers_are_added_in_one_order_on_a_device_if_the_recipe_says_so(monkey
         with machine.adding_in_order(device, asked=asked):
             states.append(torch.are_deterministic_algorithms_enabled())
     assert states == [True, False, False] and os.environ.pop("CUBLAS_WORKSPACE_CONFIG") == ":4096:8"
-    assert not torch.are_deterministic_algorithms_enabled() and torch.utils.deterministic.fill_uninitialized_memory
+    settings: Any = torch.utils.deterministic
+    assert not torch.are_deterministic_algorithms_enabled() and settings.fill_uninitialized_memory
 
 
 def test_a_plan_for_trainium_takes_no_gpu(monkeypatch: pytest.MonkeyPatch):

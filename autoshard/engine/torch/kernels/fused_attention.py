@@ -69,7 +69,7 @@ GPU = FusedAttention(
 )
 
 
-def _by_cudnn(heads: Heads, causal: bool, scale: float) -> Part:
+def _by_cudnn(heads: Sequence[torch.Tensor], causal: bool, scale: float) -> Part:
     mixed, lse, *_ = _aten._scaled_dot_product_cudnn_attention(*heads, None, True, 0.0, causal, scale=scale)
     return mixed, lse.reshape(lse.shape[:3])
 
