@@ -11,7 +11,7 @@ import torch
 from autoshard.errors import InputError, nearest, require
 from autoshard.modules.dims import Collision, NotAligned, Position, factors, fresh, note, size_of
 from autoshard.modules.export import ExportedModule
-from autoshard.modules.local import NAMESPACE
+from autoshard.modules.local import MARK, NAMESPACE
 from autoshard.modules.nodes import Node, argument, line_of, replaced, tensors_of, torch_name
 from autoshard.modules.program import (
     Read,
@@ -183,7 +183,7 @@ class ProgramReader:
         """Add a value with the shape of a node and with new dims; return how the node lays it out."""
         tensor = node.meta["val"]
         if not all(isinstance(size, int) for size in tensor.shape):
-            raise InputError.of(line_of(node), f"{node.name} has a shape that only a run knows")
+            raise InputError.of(line_of(node), f"{node.name} has a shape that only a run knows. {MARK}")
         message = f"names {len(hints)} dims, and the input has {tensor.dim()}"
         require((len(hints) <= tensor.dim(), f"hints.{node.name}", message))
         names = [*hints, *("" for _ in range(tensor.dim() - len(hints)))]
@@ -238,7 +238,7 @@ class ProgramReader:
         several = output if isinstance(output, tuple | list) else [output]
         shapes = [getattr(part, "shape", (part,)) for part in several if part is not None]
         if not all(isinstance(size, int) for shape in shapes for size in shape):
-            raise InputError.of(line_of(node), f"{name} gives what only a run knows, or a tensor of such a shape")
+            raise InputError.of(line_of(node), f"{name} gives numbers or a shape that only a run knows. {MARK}")
         if any(isinstance(part, torch.Tensor) and part.is_complex() for part in several):
             raise InputError.of(line_of(node), f"{name} gives complex numbers, which are not supported")
         if any(isinstance(part, torch.Tensor) and part.layout != torch.strided for part in several):

@@ -20,6 +20,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from torch.utils.hooks import RemovableHandle
 
 from autoshard.errors import InputError, require
+from autoshard.modules.local import MARK
 from autoshard.modules.nodes import Node, argument, place_in_tree
 from autoshard.modules.rewriting.complex_numbers import write_as_pairs
 from autoshard.modules.rewriting.inlining import gradients_inside_autocast, inline
@@ -111,7 +112,7 @@ class ExportedModule:
         except InputError:  # of a function that the user marks
             raise
         except GuardOnDataDependentSymNode as error:
-            raise InputError.of(_own_line(error), "decides by numbers that only a run knows") from None
+            raise InputError.of(_own_line(error), f"decides by numbers that only a run knows. {MARK}") from None
         except Exception as error:  # the module itself raises anything, and torch does
             raise InputError.of(*_not_traced(error)) from error
         for path, parameter in [*program.named_parameters()]:  # or else it would hold all numbers of them

@@ -13,6 +13,7 @@ from autoshard.errors import require
 
 NAMESPACE = "autoshard_local_"  # of the operations, with the name of their module behind
 _FORM = '"batch seq _, batch -> batch seq _": the dims of what it takes, an arrow, the dims of what it returns'
+MARK = "A function that autoshard.local marks may do so"
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
