@@ -231,8 +231,8 @@ def excesses_of(calibration: Calibration, plan: Plan) -> Mapping[str, tuple[str,
     """Return how far outside the rows a plan lies, by feature, and what each adds to the square of its half-width.
 
     That is what rows outside were off by when their value of a feature was left out; three times the square itself, so
-    that the width doubles, where no fit could tell. Kernels that nobody has measured on a device are off by as much as
-    those of other programs can be.
+    that the width doubles, where no fit could tell. Kernels of which no fit knows rows on a device are off by as
+    much as those of other programs can be.
     """
     reach, outside, base = calibration.reach, dict[str, str](), calibration.interval
     candidate = plan.candidate
@@ -250,7 +250,7 @@ def excesses_of(calibration: Calibration, plan: Plan) -> Mapping[str, tuple[str,
     known_offs = {feature: seen.off for feature, seen in calibration.seen.items() if seen.off is not None}
     if load_kernels(plan.kernels).unmeasured and "kernels" in outside:
         words = outside["kernels"].removeprefix(plan.kernels)
-        outside["kernels"] = f"{plan.kernels}, which nobody has measured on a device{words}"
+        outside["kernels"] = f"{plan.kernels}, of which no fit knows rows on a device{words}"
         known_offs["kernels"] = max(known_offs.get("kernels", 0.0), departures().unknown)
     offs = {feature: known_offs.get(feature, UNSEEN_OFF.get(feature, 2 * base)) for feature in outside}
     return {feature: (words, max(0.0, offs[feature] ** 2 - base**2)) for feature, words in outside.items()}

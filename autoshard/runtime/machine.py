@@ -144,13 +144,13 @@ def adding_in_order(device: str, *, asked: bool) -> Iterator[None]:
 
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when the first product is begun
     settings: Any = torch.utils.deterministic
-    fills = settings.fill_uninitialized_memory
+    before, fills = torch.are_deterministic_algorithms_enabled(), settings.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True, warn_only=True)
     settings.fill_uninitialized_memory = False  # nothing reads memory that nothing has written
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(False)
+        torch.use_deterministic_algorithms(before)
         settings.fill_uninitialized_memory = fills
 
 

@@ -102,7 +102,7 @@ class Kernels:
     """One platform's kernels, and how its framework runs a step; the first kernel that names an operation applies.
 
     ``program`` says in words what the seconds of a plan with these kernels are about, ``engine`` which of autoshard's
-    engines that is, if any. ``unmeasured``: it has not run on such a device, so that the counts are derived.
+    engines that is, if any. ``unmeasured``: no fit knows rows of it on such a device; the counts are derived.
 
     Recompute: ``selective`` maps the framework's names to sets of operations that it can recompute. Sets of ``stated``
     it recomputes too, where a candidate names them or their operations; no search tries them. ``clones_end`` says where
