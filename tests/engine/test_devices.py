@@ -88,7 +88,8 @@ def test_gpus_older_than_their_kernel_attend_without_it(capability, fuses, monke
         ((8, 9), True, {}, False),
         ((9, 0), False, {}, False),
         ((9, 0), True, {"head_dim": 192}, False),
-        ((9, 0), True, {"of_documents": True}, False),
+        ((9, 0), True, {"length": 0}, False),
+        ((9, 0), True, {"length": 127}, False),
     ],
 )
 def test_cudnn_attends_where_it_is_faster_and_gives_the_same_numbers(
@@ -96,7 +97,7 @@ def test_cudnn_attends_where_it_is_faster_and_gives_the_same_numbers(
 ):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     monkeypatch.setattr(fused_attention, "agree", lambda *_: agrees)
-    kernel = fused_attention.fused(torch.device("cuda"), torch.bfloat16, **{"head_dim": 128, **more})
+    kernel = fused_attention.fused(torch.device("cuda"), torch.bfloat16, **{"head_dim": 128, "length": 4096, **more})
     assert kernel is (fused_attention.CUDNN if is_cudnn else fused_attention.GPU)
 
 

@@ -71,8 +71,8 @@ def test_the_kernels_that_plans_count_on_are_there() -> None:
     assert fused(cuda, torch.bfloat16, 128) is not None and groups_products(cuda)
     assert fused(cuda, torch.float32, 128) is None
     if torch.cuda.get_device_capability() >= (9, 0):
-        assert agree(CUDNN, GPU, cuda, torch.bfloat16) and fused(cuda, torch.bfloat16, 128) is CUDNN
-    assert fused(cuda, torch.bfloat16, 128, of_documents=True) is GPU
+        assert agree(CUDNN, GPU, cuda, torch.bfloat16) and fused(cuda, torch.bfloat16, 128, 4096) is CUDNN
+    assert fused(cuda, torch.bfloat16, 128) is GPU
 
 
 def test_bits_that_round_are_those_of_the_host() -> None:

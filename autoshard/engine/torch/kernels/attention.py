@@ -173,8 +173,10 @@ class _Attention:
     @classmethod
     def of(cls, call: Call, context: KernelContext, kind: Attend | AttendGradient) -> "_Attention":
         formats, width = context.formats, max(call.sizes["head_dim"], call.sizes[kind.value_width])
-        dtype, of_documents = formats.of(call.inputs[0].dtype), len(call.inputs) > _NUM_INPUTS[type(kind)]
-        kernel = None if kind.dropped else fused(formats.device, dtype, width, of_documents=of_documents)
+        dtype, length = formats.of(call.inputs[0].dtype), min(call.sizes["seq"], call.sizes["kv_seq"])
+        if len(call.inputs) > _NUM_INPUTS[type(kind)]:
+            length = 0
+        kernel = None if kind.dropped else fused(formats.device, dtype, width, length)
         return cls(kernel, kind.window, kind.dropped, scale_of(kind, call), width)
 
     def padded(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -85,20 +85,22 @@ def _by_cudnn_back(tensors: Sequence[torch.Tensor], causal: bool, scale: float) 
 
 # Since Hopper faster than flash attention, as torch has it: 507 TFLOP/s forward and backward instead of 302, at 8,192
 # tokens and heads of 128. measured: benchmarks/gpu/constants.py, H200, torch 2.11, cuDNN 9.19, 2026-11-27. It plans
-# each length anew, so that it is not for documents.
+# each length anew, so that it is not for documents; shorter ones were not tried.
 CUDNN = FusedAttention(dtypes=_HALF, head_dims=range(8, 129, 8), forward=_by_cudnn, backward=_by_cudnn_back)
+_SHORTEST = 128
 KERNELS: Mapping[str, FusedAttention] = {HOST: _HOST, NOWHERE.type: _HOST, "cuda": GPU}
 
 
-def fused(
-    device: torch.device, dtype: torch.dtype, head_dim: int, *, of_documents: bool = False
-) -> FusedAttention | None:
-    """Return the kernel for these tensors, if there is one; GPUs have it since Ampere."""
+def fused(device: torch.device, dtype: torch.dtype, head_dim: int, length: int = 0) -> FusedAttention | None:
+    """Return the kernel for these tensors, if there is one; GPUs have it since Ampere.
+
+    ``length`` is that of all sequences on the rank, 0 where documents have lengths of their own.
+    """
     if device.type == "cuda":
         generation = torch.cuda.get_device_capability()
         if generation < (8, 0):
             return None
-        suits = dtype in CUDNN.dtypes and head_dim in CUDNN.head_dims and not of_documents
+        suits = dtype in CUDNN.dtypes and head_dim in CUDNN.head_dims and length >= _SHORTEST
         if generation >= (9, 0) and suits and agree(CUDNN, GPU, device, dtype):
             return CUDNN
     kernel = KERNELS.get(device.type)
