@@ -36,6 +36,7 @@ class KernelRun:
     ops: tuple[Op, ...]
     touched: tuple[Moved, ...]
     fresh: tuple[Fresh, ...]  # of these, what is no state
+    keeps: tuple[str, ...]  # storages from which a backward kernel makes again what its gradients need
     skips_masked: bool
     mask_tile: int
     flops_ratio: float
@@ -85,6 +86,7 @@ def kernel_runs(
                 for op, tensor in (*touched, *scratch)
                 if not traffic.is_state(tensor)
             ),
+            keeps=() if forward or plain else tuple(save.storage for save in group.saves),
             skips_masked=group.kernel.skips_masked,
             mask_tile=group.kernel.mask_tile,
             flops_ratio=1.0 if forward else group.kernel.backward_flops_ratio,
@@ -117,8 +119,8 @@ def gradient_sums(
             added = [value for value, op in zip(entry.reads, makers, strict=True) if not (op and op.name in adding)]
             if len(added) > 1 and (len(kernels) > 1 or None in kernels):
                 run = KernelRun(
-                    pass_="I", ops=(sums[entry.writes.tensor],), touched=(), fresh=(), skips_masked=False, mask_tile=1,
-                    flops_ratio=1.0, launches=int(eager), score_bytes=0, traffic_ratio=1.0, products=False,
+                    pass_="I", ops=(sums[entry.writes.tensor],), touched=(), fresh=(), keeps=(), skips_masked=False,
+                    mask_tile=1, flops_ratio=1.0, launches=int(eager), score_bytes=0, traffic_ratio=1.0, products=False,
                 )  # fmt: skip
                 yield run, (*added, entry.writes)
 
@@ -314,7 +316,11 @@ def memory_timeline(
         for entry in run.fresh:
             uses[storages.of(entry[1].name)].append((number, entry))
     carried = storages.of(f"d.{block.carry_out}")  # arrives when backward starts, and the block hands it back
-    dead = {storage: len(ordered) if storage == carried else used[-1][0] for storage, used in uses.items()}
+    needed = {storage: number for number, run in enumerate(ordered) for storage in run.keeps}
+    dead = {
+        storage: len(ordered) if storage == carried else max(used[-1][0], needed.get(storage, 0))
+        for storage, used in uses.items()
+    }
     born: dict[str, tuple[int, Fresh]] = {}  # of what is made to be read later: when it is made, and how
     for storage, used in uses.items():
         written = (entry for number, entry in used if any(entry[1].name in op.outputs for op in ordered[number].ops))

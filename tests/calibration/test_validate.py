@@ -16,7 +16,7 @@ from autoshard.cli import main
 from autoshard.cost.built_in import built_in
 from autoshard.errors import InputError
 from autoshard.spec.record import encode
-from tests.calibration.measured_cases import ARCH, SMALL, written
+from tests.calibration.measured_cases import ARCH, DATA, SMALL, written
 
 SWEEPS = Path(__file__).parents[2] / "benchmarks" / "data" / "sweeps"
 
@@ -313,3 +313,10 @@ def test_any_row_is_predicted_or_told(
         assert all("line 1" in fault.where for fault in error.faults[1:])
     else:
         assert len(found.rows) == 1 and not found.left_out
+
+
+def test_what_tensors_took_on_a_gpu_was_predicted():
+    """Beside logits that a loss reads lies their gradient: two gigabytes, for the vocabulary of Llama-3."""
+    (engine,) = validate(DATA / "engine" / "h200.jsonl").sets
+    memory = engine.peak_memory
+    assert memory is not None and memory.mape < 0.03 and abs(memory.worst) < 0.06

@@ -225,7 +225,7 @@ def test_a_policy_keeps_outputs_alone_and_makes_the_inputs_of_other_products_aga
     assert price.saved_bytes + price.remade_bytes == plain.saved_bytes
 
 
-TABLES = ("nxd", "te", "torch_cuda")
+TABLES = ("nxd", "te", "torch_cuda", "torch_engine_gpu")
 MODELS = ("llama3-8b", "mixtral-8x7b")
 
 
@@ -262,11 +262,12 @@ def walked(sharded, here, unmade):
     for run in runs:
         known = [(names.get(tensor.name, tensor.name), op, tensor) for op, tensor, _ in run.fresh]
         where.append({over.get(name, name): (op, tensor) for name, op, tensor in known})
-    reads = Counter(name for touched in where for name in touched)
+    used = [{*touched, *run.keeps} for run, touched in zip(runs, where, strict=True)]
+    reads = Counter(name for names_used in used for name in names_used)
     handed_back = names.get(f"d.{block.carry_out}")
     alive: dict[str, float] = {}
     most, freed, backward = 0.0, 0.0, False
-    for run, touched in zip(runs, where, strict=True):
+    for run, touched, names_used in zip(runs, where, used, strict=True):
         if run.pass_ != "F" and not backward:
             backward = True
             if handed_back:
@@ -276,8 +277,8 @@ def walked(sharded, here, unmade):
             if name not in kept and name not in unmade:
                 alive[name] = sizes_of(sharded.sharding.op_cuts[op]).num_bytes(tensor)
         most = max(most, sum(alive.values()) - freed)
-        reads.subtract(list(touched))
-        for name in touched:
+        reads.subtract(names_used)
+        for name in names_used:
             if not reads[name] and name != handed_back:
                 alive.pop(name, None)
                 freed += kept.get(name, 0) if backward else 0
