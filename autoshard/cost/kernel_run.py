@@ -303,11 +303,6 @@ def memory_timeline(
         name = entry[1].name
         return storages.root(name) not in unmade and storages.of(name) not in storages.over.values()
 
-    def is_as_saved(entry: Fresh) -> bool:
-        """Say whether an operation finds a tensor as it is kept, whatever the sizes of atoms."""
-        op, tensor, layouts = entry
-        return {dim: cut for dim, cut in sharding.op_cuts[op].items() if dim in tensor.dims} in layouts
-
     ordered = sorted(kernels, key=turn)
     backward = (number for number, run in enumerate(ordered) if run.ops[0].pass_ != "F" or run.ops[0].again)
     first_backward = next(backward, len(ordered))
@@ -316,11 +311,9 @@ def memory_timeline(
         for entry in run.fresh:
             uses[storages.of(entry[1].name)].append((number, entry))
     carried = storages.of(f"d.{block.carry_out}")  # arrives when backward starts, and the block hands it back
-    needed = {storage: number for number, run in enumerate(ordered) for storage in run.keeps}
-    dead = {
-        storage: len(ordered) if storage == carried else max(used[-1][0], needed.get(storage, 0))
-        for storage, used in uses.items()
-    }
+    kept_until = {storage: number for number, run in enumerate(ordered) for storage in run.keeps}
+    dead = {storage: max(used[-1][0], kept_until.get(storage, 0)) for storage, used in uses.items()}
+    dead |= {carried: len(ordered)} if carried in uses else {}
     born: dict[str, tuple[int, Fresh]] = {}  # of what is made to be read later: when it is made, and how
     for storage, used in uses.items():
         written = (entry for number, entry in used if any(entry[1].name in op.outputs for op in ordered[number].ops))
@@ -329,7 +322,7 @@ def memory_timeline(
             born[storage] = first_backward - 1 if storage == carried else used[0][0], entry
     moments: list[Moment] = []
     for number, run in enumerate(ordered):
-        temporary = [entry for entry in run.fresh if takes_memory(entry) and not is_as_saved(entry)]
+        temporary = [entry for entry in run.fresh if takes_memory(entry) and not _is_as_saved(entry, sharding)]
         touched = {storages.of(tensor.name) for _, tensor, _ in run.fresh}
         waiting = (
             entry
@@ -341,6 +334,12 @@ def memory_timeline(
         )
         moments.append(Moment(takes=(*temporary, *waiting), frees=frozenset(frees)))
     return tuple(moments)
+
+
+def _is_as_saved(entry: Fresh, sharding: Sharding) -> bool:
+    """Say whether an operation finds a tensor as it is kept, whatever the sizes of atoms."""
+    op, tensor, layouts = entry
+    return {dim: cut for dim, cut in sharding.op_cuts[op].items() if dim in tensor.dims} in layouts
 
 
 class _Storages:
