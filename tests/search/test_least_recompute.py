@@ -5,11 +5,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from autoshard.plan.candidate import Candidate, parse_pins
+from autoshard.plan.candidate import Candidate, even_stages, parse_pins
 from autoshard.plan.rules.check import legality
+from autoshard.schedule.schedule import Schedule
 from autoshard.search.bound.bounds import least_of_any
 from autoshard.search.bound.priced_layouts import LayoutPricer
 from autoshard.search.bound.space import whole_space
+from autoshard.search.fill.stage_filling import Goal, fill_stages
+from autoshard.search.fill.stage_options import StageChoices
 from tests.cost.cases import ask
 from tests.slower import rest_is_slow
 from tests.tabled import cutting_of
@@ -56,6 +59,37 @@ def test_no_recompute_takes_or_keeps_less_than_its_bound(case):
             held = layer.saved_bytes + layer.moment_bytes
             assert (bound.saved_bytes + bound.moment_bytes <= held * SURE).all()
             assert (bound.pass_s >= 0.75 * layer.pass_s).all()  # and not much less
+
+
+@pytest.mark.parametrize("case", rest_is_slow(CASES, 0, 2))
+def test_layouts_in_one_piece_have_the_plans_that_they_have_in_parts(case):
+    pricer, parts = lowerings(case)
+    priced = [pricer.with_recompute(part) for part in parts]
+    joined, numbers = pricer.joined(priced), np.concatenate([part.numbers for part in parts])
+    assert len(parts) > 1 and (joined.numbers == numbers).all()
+    assert [joined.cutting(row) for row in range(len(numbers))] == [
+        part.cuttings[0] for part in parts for _ in part.numbers
+    ]
+    for base in (Candidate(zero=zero, schedule=builder) for zero in (0, 1, 3) for builder in ("1f1b", "zb_h1")):
+        schedule = Schedule(builder=base.schedule, num_ranks=2, num_micro_batches=4)
+        by_part = [steps(part, schedule, base) for part in priced]
+        assert np.isfinite(by_part[0][0]).all()
+        for whole, of_parts in zip(steps(joined, schedule, base), zip(*by_part, strict=True), strict=True):
+            assert whole == pytest.approx(np.concatenate(of_parts), rel=1e-12)
+
+
+def steps(priced, schedule, base):
+    """Return the seconds and bytes of layouts whose stages share the layers evenly, whatever fits."""
+    blocks, shape = priced.pipeline_blocks(slice(None), schedule, base), (len(priced.kinds), len(priced.numbers))
+    choices = StageChoices(
+        kinds=priced.kinds,
+        allowed=np.ones(shape, dtype=bool),
+        num_layers=(num_layers := priced.question.model.num_layers),
+        stages=even_stages(num_layers, schedule.num_stages),
+        recompute=None,
+    )
+    filling = fill_stages(blocks, choices, Goal(capacity=1e15), (0.0, np.inf), np.zeros(shape[1]))
+    return filling.time_s, filling.peak_bytes
 
 
 @pytest.mark.parametrize("case", rest_is_slow(CASES, 0, 2))

@@ -174,7 +174,7 @@ def test_a_search_that_is_stopped_anywhere_says_what_is_true(request_: Request):
             assert not refused(request_, plan.candidate)
             assert peak(plan) <= 2.0**34
         first = first or (calls if found.plans else 0)
-        calls += 1 + calls // 2
+        calls += 1 + calls // 4
     assert certificate == whole and 0 < first < calls
 
 

@@ -14,10 +14,11 @@ from autoshard.plan.explanation import Certificate
 from autoshard.plan.recompute import Recompute
 from autoshard.search.bound.bounds import least_bytes, least_of_any, states_of
 from autoshard.search.bound.legal_space import RunVariant, legal_space
-from autoshard.search.bound.points import Points, least_bounds
+from autoshard.search.bound.points import Points
 from autoshard.search.bound.pool import Pool
 from autoshard.search.bound.priced_layouts import LayoutPricer, PricedLayouts
 from autoshard.search.bound.request import Request
+from autoshard.search.bound.unsolved import least_bounds
 from autoshard.search.fill.stage_filling import Goal
 from tests.search.brute_force import FULL, PLAIN, Point, Truth, ask, requests
 from tests.slower import rest_is_slow

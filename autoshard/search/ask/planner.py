@@ -230,11 +230,11 @@ def frontier(requests: Sequence[Request], watch: Watch = never_stop) -> Frontier
     plans: list[Plan] = []
     gap, stopped = 0.0, ""
     for request in requests:
-        limit, known = request.memory_bytes, Known()
+        limit, prices = request.memory_bytes, Known()
         for _ in range(0 if stopped else _MOST):
             effort = replace(request.effort, at_once=request.effort.at_once and not plans)
             limited = replace(request, objective="time", memory_bytes=limit, effort=effort)
-            answer = search(limited, 1, watch, nearest=False, known=known)
+            answer = search(limited, 1, watch, nearest=False, known=prices)
             plans += answer.plans
             stopped = answer.certificate.stopped
             gap = max(gap, answer.certificate.gap) if answer.plans else gap
@@ -297,8 +297,8 @@ def at_most(request: Request, before: Size, watch: Watch, ask: Callable[[Request
     ``before`` says what is known of a node's speed, e.g. by the plan of a run that has lost nodes. ``ask`` searches for
     the answer as it is shown. Numbers are left out where each node would have to do much more than any is known to do.
     """
-    known = Known()
-    sizes, best, answer = list[Size](), request, ask(request, known)
+    prices = Known()
+    sizes, best, answer = list[Size](), request, ask(request, prices)
     sizes.append(Size(num_nodes=request.cluster.num_nodes, step_s=_fastest_s(answer)))
     if request.objective != "time" or answer.certificate.stopped or _lacks_memory(answer):
         return AtMost(request=request, found=answer, sizes=tuple(sizes))
@@ -307,7 +307,7 @@ def at_most(request: Request, before: Size, watch: Watch, ask: Callable[[Request
         effort = replace(request.effort, at_once=False)  # there is a plan for more nodes
         smaller = replace(request, cluster=replace(request.cluster, num_nodes=num_nodes), effort=effort)
         try:
-            result = search(smaller, 1, _until_hopeless(watch, least_s), nearest=False, known=known)
+            result = search(smaller, 1, _until_hopeless(watch, least_s), nearest=False, known=prices)
         except InputError:  # what is pinned does not divide these nodes
             continue
         fastest_s, bound_s = _fastest_s(result), result.certificate.bound
@@ -318,7 +318,7 @@ def at_most(request: Request, before: Size, watch: Watch, ask: Callable[[Request
         if not hopeless:
             best = smaller
     if best is not request:
-        answer = ask(best, known)
+        answer = ask(best, prices)
     return AtMost(request=best, found=answer, sizes=tuple(sizes))
 
 

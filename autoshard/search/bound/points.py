@@ -1,22 +1,20 @@
 """Outer points: layouts with every way of running them, each with a lower bound; a solved point is a candidate."""
 
-import heapq
 import itertools
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import numpy as np
-from numpy.typing import NDArray
 
 from autoshard.blocks.cutting import Terms
 from autoshard.cost.stages import PipelineBlocks
+from autoshard.layout.layout import Cutting
 from autoshard.plan.candidate import Candidate, even_stages
 from autoshard.plan.recompute import Recompute
 from autoshard.schedule.schedule import Schedule
 from autoshard.schedule.waves import Floats, Ints
-from autoshard.search.bound.bounds import bound_seconds, least_bytes, least_in_flight, least_of_any, states_of
+from autoshard.search.bound.bounds import bound_seconds, least_bytes, least_in_flight, states_of
 from autoshard.search.bound.legal_space import RunVariant
 from autoshard.search.bound.priced_layouts import PricedLayouts, Row
 from autoshard.search.bound.space import SIZES
@@ -30,11 +28,11 @@ from autoshard.search.fill.stage_options import (
     RankOptions,
     StageChoices,
     StageFilling,
+    listed_splits,
     not_dominated,
 )
 
 SHARPEST = 2
-_WORTH = 3  # lowerings of which the bounds are sharpened; of fewer, the prices themselves take as long
 _TIE_DIGITS = 9  # times that agree in so many digits count as equal
 
 
@@ -107,6 +105,14 @@ class Points:
         return self.priced.pipeline_blocks(self.rows, self.schedule, self.variant.space.base)
 
     @property
+    def looks_for_splits(self) -> bool:
+        """Say whether splits are looked for point by point: each that is found excludes others."""
+        assert self.schedule, "points that are solved share a schedule"
+        model, base = self.priced.question.model, self.variant.space.base
+        differ, builder = bool(model.order), self.schedule.builder
+        return builder not in ALL_RANGES and not listed_splits(self.schedule, model.num_layers, base.stages, differ)
+
+    @property
     def choices(self) -> StageChoices:
         """What their stages may choose from."""
         space, kinds, allowed = self.variant.space, self.priced.kinds, self.variant.allowed[:, self.variant_rows]
@@ -174,163 +180,6 @@ def likely(points: Iterable[Points]) -> list[Points]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class PlainPoints:
-    """Layouts that are priced without recompute only, the variants that run them, and the least bound over these."""
-
-    priced: PricedLayouts
-    rows: Ints  # of what is priced; the rest has been opened
-    variants: Sequence[RunVariant]
-    bounds: Floats
-    sharp: bool  # whether the bounds count what each kind of recompute takes and keeps at least
-
-    @classmethod
-    def of(
-        cls, parts: Sequence[PricedLayouts], joined: PricedLayouts, variants: Sequence[RunVariant], goal: Goal
-    ) -> "list[PlainPoints]":
-        """Return layouts, which ``joined`` has in one piece, with bounds that hold for any recompute and schedule."""
-        each_states = list({states_of(variant.space.base): None for variant in variants})
-        is_final = goal.effort.exhaustive or goal.objective == "memory"
-        if goal.effort.exhaustive:
-            bounds = np.zeros(len(joined.numbers))
-        elif goal.objective == "memory":
-            bounds = np.min([least_bytes(joined.at_least, states) for states in each_states], axis=0)
-        else:
-            bounds = least_of_any(joined.at_least, each_states, cast(float, goal.capacity))
-        ends = np.cumsum([len(part.numbers) for part in parts])[:-1]
-        pairs = zip(parts, np.split(bounds, ends), strict=True)
-        return [
-            cls(priced=part, rows=np.arange(len(part_bounds)), variants=variants, bounds=part_bounds, sharp=is_final)
-            for part, part_bounds in pairs
-        ]
-
-    def with_bounds(self, bounds: Floats) -> "PlainPoints":
-        """Return the layouts with sharper bounds."""
-        return replace(self, bounds=np.maximum(self.bounds, bounds), sharp=True)
-
-    @property
-    def least(self) -> float:
-        """The least bound of them."""
-        return float(self.bounds.min(initial=np.inf))
-
-    def parted(self, near: NDArray[np.bool_]) -> "list[PlainPoints]":
-        """Return some of the layouts, and the rest apart from them, if there is a rest."""
-        return [self] if near.all() or not near.any() else [self.only(near), self.only(~near)]
-
-    def only(self, rows: NDArray[np.bool_]) -> "PlainPoints":
-        """Return some of the layouts."""
-        return self if rows.all() else replace(self, rows=self.rows[rows], bounds=self.bounds[rows])
-
-    @property
-    def terms(self) -> Terms:
-        """What their blocks are cut under."""
-        return self.variants[0].terms
-
-    @property
-    def layouts(self) -> Ints:
-        """The numbers of the layouts in the space of the search."""
-        return self.priced.numbers[self.rows]
-
-    def may_fit(self, variant: RunVariant) -> NDArray[np.bool_]:
-        """Say which points of a variant may fit in memory."""
-        return np.isin(variant.layouts, self.layouts[np.isfinite(self.bounds)])
-
-
-def least_bounds(least: PricedLayouts, variants: Sequence[RunVariant], goal: Goal, limit: float) -> Floats:
-    """Return the least bound of the points of each layout, given bounds of the layers under every recompute.
-
-    Bounds are made no sharper than a limit asks for.
-    """
-    bounds = np.full(len(least.numbers), np.inf)
-    for variant in variants:
-        points = Points.of(least, variant, goal, limit)
-        np.minimum.at(bounds, points.rows, points.bound)
-    return bounds
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class UnsolvedPoints:
-    """The unsolved points: they begin as plain layouts, wait as points, and are opened in the order of their bounds.
-
-    Of the open points, those are taken that look fastest: bounds of some schedules are closer than those of others.
-    """
-
-    plain: list[PlainPoints] = field(default_factory=list[PlainPoints])
-    waiting: list[tuple[float, Points]] = field(default_factory=list[tuple[float, Points]])  # with the least bound
-    opened: dict[str, list[tuple[float, int, Points]]] = field(  # a heap by schedule; the points of an entry share it
-        default_factory=lambda: defaultdict[str, list[tuple[float, int, Points]]](list)
-    )
-    passed: list[Points] = field(default_factory=list[Points])  # not better than what is known, as long as that is
-    num_pushed: int = 0
-
-    @property
-    def least_opened(self) -> float:
-        """The least bound of the open points."""
-        return min((heap[0][0] for heap in self.opened.values() if heap), default=np.inf)
-
-    @property
-    def least(self) -> float:
-        """The least bound of all points but those that were passed."""
-        return min([self.least_opened, *(least for least, _ in self.waiting), *(plain.least for plain in self.plain)])
-
-    def sharpen(self, limit: float, goal: Goal, least: Callable[[Sequence[PricedLayouts]], PricedLayouts]) -> None:
-        """Raise bounds of layouts below a limit, given how layers are bounded under every recompute, in one piece."""
-        self.plain = [
-            part for plain in self.plain for part in ([plain] if plain.sharp else plain.parted(plain.bounds < limit))
-        ]
-        groups: dict[tuple[RunVariant, ...], list[PlainPoints]] = defaultdict(list)
-        for plain in self.plain:
-            if plain.least < limit and not plain.sharp:
-                groups[tuple(plain.variants)].append(plain)
-        for variants, group in groups.items():
-            if len(group) < _WORTH:
-                continue
-            parts = [plain.priced.only(plain.rows) for plain in group]
-            bounds = least_bounds(least(parts), variants, goal, limit)
-            ends = np.cumsum([len(plain.bounds) for plain in group])[:-1]
-            self.plain = [plain for plain in self.plain if plain not in group]
-            pairs = zip(group, np.split(bounds, ends), strict=True)
-            self.plain += [plain.with_bounds(of_plain) for plain, of_plain in pairs]
-        self.plain = [replace(plain, sharp=plain.sharp or plain.least < limit) for plain in self.plain]
-
-    def wait(self, points: Points) -> None:
-        """Add points that are to be opened later."""
-        if len(points.rows):
-            self.waiting.append((float(points.bound.min()), points))
-
-    def open(self, points: Points) -> None:
-        """Add points that share a schedule."""
-        if len(points.rows):
-            self.num_pushed += 1
-            heap = self.opened[points.variant.space.base.schedule]
-            heapq.heappush(heap, (float(points.bound.min()), self.num_pushed, points))
-
-    def pop(self, times: Callable[[str], float]) -> Points:
-        """Take the open points that look fastest, given how many times their bound points of a schedule take."""
-        seconds = {schedule: heap[0][0] * times(schedule) for schedule, heap in self.opened.items() if heap}
-        return heapq.heappop(self.opened[min(seconds, key=seconds.__getitem__)])[-1]
-
-    @property
-    def groups(self) -> Iterator[Points]:
-        """All points that are open, or wait to be."""
-        yield from (points for heap in self.opened.values() for *_, points in heap)
-        yield from (points for _, points in self.waiting)
-
-    def open_again(self) -> None:
-        """Open the points that were passed, because the best known solution became slower."""
-        for points in self.passed:
-            self.open(points)
-        self.passed.clear()
-
-    def below(self, value: float) -> Iterator[tuple[RunVariant, Ints]]:
-        """Yield the variants and rows of the points whose bound is below a value; a point may come twice."""
-        for points in self.groups:
-            yield points.variant, points.variant_rows[points.bound < value]
-        for plain in self.plain:
-            layouts = plain.layouts[plain.bounds < value]
-            yield from ((variant, np.flatnonzero(np.isin(variant.layouts, layouts))) for variant in plain.variants)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Solution:
     """An outer point with the best filling of its stages, and its value."""
 
@@ -343,6 +192,11 @@ class Solution:
     def row(self) -> Row:
         """The layout, and the terms under which it is cut."""
         return self.point.variant.terms, self.layout
+
+    @property
+    def cutting(self) -> Cutting:
+        """How its blocks are cut."""
+        return self.point.priced.cutting(int(self.point.rows[0]))
 
     @property
     def order(self) -> tuple[float, ...]:

@@ -44,15 +44,16 @@ Row = tuple[Terms, int]  # a layout, cut under some terms
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PricedLayouts(PerCandidate):
-    """Layouts with the blocks of one lowering, each block under every allowed kind of recompute, or only without."""
+    """Layouts with their blocks, each block under every allowed kind of recompute, or only without."""
 
     question: Question
-    cutting: Cutting
+    cuttings: tuple[Cutting, ...]
+    cut_as: Ints  # the number of each layout's cutting
     space: Space
     numbers: Ints  # of the layouts in the space of the search
     orders: NDArray[np.str_]  # of the sequence over cp
     setting: Setting  # of the step phase
-    priced_in: Setting  # of the blocks
+    priced_in: Setting | None  # of the blocks, where all are of one lowering
     sends_s: Floats  # of the hidden state of a micro-batch
     boundary_bytes: Floats
     bucket_bytes: Floats
@@ -61,6 +62,10 @@ class PricedLayouts(PerCandidate):
     layers: tuple[BlockTotals, ...]  # of each kind of layer
     head: BlockTotals
     state_ring: Callable[[int, tuple[str, ...]], Ring]  # of all layouts, where ZeRO divides states over so many ranks
+
+    def cutting(self, row: int) -> Cutting:
+        """Return how the blocks of one of its layouts are cut."""
+        return self.cuttings[int(self.cut_as[row])]
 
     @property
     def at_least(self) -> "PricedLayouts":
@@ -201,7 +206,8 @@ class LayoutPricer:
             summed = {part for block_sums in weights for atoms in block_sums for part in split_pending(atoms)}
             yield PricedLayouts(
                 question=question,
-                cutting=cutting,
+                cuttings=(cutting,),
+                cut_as=np.zeros(count, dtype=np.int64),
                 space=part,
                 numbers=rows,
                 orders=orders[indices],
@@ -228,8 +234,12 @@ class LayoutPricer:
         rings, orders = {group: only(self._ring(group), numbers) for group in groups}, [part.orders for part in parts]
         setting = replace(first.setting, atoms=atoms, rings=rings, cp_order=np.concatenate(orders))
         rows = {key: np.concatenate([part.space.rows[key] for part in parts]) for key in first.space.rows}
+        before = np.cumsum([0, *(len(part.cuttings) for part in parts)])
         return replace(
             first,
+            cuttings=tuple(cutting for part in parts for cutting in part.cuttings),
+            cut_as=np.concatenate([part.cut_as + count for part, count in zip(parts, before[:-1], strict=True)]),
+            priced_in=None,
             space=replace(first.space, rows=rows),
             numbers=numbers,
             orders=np.concatenate(orders),
@@ -248,6 +258,7 @@ class LayoutPricer:
 
     def _least_with_recompute(self, priced: PricedLayouts) -> PricedLayouts:
         kinds, layers = kinds_of(priced.space.recomputes), list[BlockTotals]()
+        assert priced.priced_in, "its layouts are of one lowering"
         for kind in self.question.model.layer_counts:
             self.between()
             least = LeastRecompute.of(self.question, priced.priced_in, kind)
@@ -261,6 +272,7 @@ class LayoutPricer:
             return recomputed if rows is None else recomputed.only(rows)
         priced = priced if rows is None else priced.only(rows)
         kinds, setting = kinds_of(priced.space.recomputes), priced.priced_in
+        assert setting, "its layouts are of one lowering"
         layers: list[BlockTotals] = []
         for layer in self.question.model.layer_counts:
             costs, counted = list[BlockCost](), Counted()

@@ -1,18 +1,22 @@
 """What has become of every point of a space: bounded, solved or open, whether it fits; and the best solutions."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from autoshard.layout.layout import Cutting
 from autoshard.schedule.waves import Floats, Ints
 from autoshard.search.bound.legal_space import LegalSpace, RunVariant
-from autoshard.search.bound.points import Points, Solution, UnsolvedPoints
+from autoshard.search.bound.points import Points, Solution
 from autoshard.search.bound.priced_layouts import Row
+from autoshard.search.bound.unsolved import PlainPoints, UnsolvedPoints
 from autoshard.search.fill.stage_options import StageFilling
 
 _OLD = 0.75  # the part of earlier points in what points of a schedule take beyond their bounds
 _TIE = 1e-8  # relative: times that differ by less count as equal
+Priced = TypeVar("Priced", Points, PlainPoints)
 
 
 class PointRecords:
@@ -75,6 +79,18 @@ class PointRecords:
 
     def _numbers(self, points: Points) -> Ints:
         return self._first[points.variant] + points.variant_rows
+
+
+class OwnCuttings(dict[Row, Cutting]):
+    """The layouts that are priced with the cutting that is best for them, instead of one that serves several."""
+
+    def in_use(self, points: Priced) -> Priced:
+        """Leave out layouts whose own cutting differs from the cutting of these points."""
+        gone = np.zeros(len(points.rows), dtype=bool)
+        for (terms, layout), cutting in self.items():
+            for place in np.flatnonzero(points.layouts == layout) if terms == points.terms else ():
+                gone[place] = points.priced.cutting(int(points.rows[place])) != cutting
+        return points.only(~gone) if gone.any() else points
 
 
 class SolvingOrder:

@@ -37,8 +37,9 @@ def fill_few(
     if effort.gap >= 1.0 or math.comb(num_layers - 1, num_stages - 1) > effort.most_splits:
         return filling
     limits_s = np.minimum(limits[0], filling.time_s)
+    wanted_s = np.minimum(limits[0] * (1 - _EXACT), filling.time_s * (1 - max(effort.gap, _EXACT)))
     splits = _all_splits(num_layers, num_stages)
-    for number in np.flatnonzero(filling.bound < limits_s * (1 - max(effort.gap, _EXACT))).tolist():
+    for number in np.flatnonzero(filling.bound < wanted_s).tolist():
         column, limit_s = np.array([number]), float(limits_s[number])
         options, divisions = _priced(blocks.only(column), choices.only(column), capacity[column], splits)
         best = _fastest(options, divisions, filling.only(column), (limit_s, float(limits[1][number])))

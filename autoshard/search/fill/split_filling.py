@@ -204,11 +204,11 @@ def _filled(candidate: SplitFilling, effort: Effort, limits: tuple[float, float,
     best = StageFilling.nothing(schedule.num_stages, np.full(1, np.inf))
     bounds = SplitBounds(candidate.blocks, candidate.choices, splits)
     for step in range(_ROUNDS):
-        limit_s = min(below_s, float(best.time_s[0]))
-        if bound_s >= limit_s * (1 - effort.gap):
+        limit_s = min(below_s, float(best.time_s[0]) * (1 - effort.gap))
+        if bound_s >= limit_s:
             break
         bound_s = _raised(bounds, splits, (bound_s, limit_s, rest_s))
-        if step == 0 and bound_s < limit_s * (1 - effort.gap):
+        if step == 0 and bound_s < limit_s:
             best = candidate.best_of(candidate.starts(bounds.balanced, bounds.layers, bounds.even), best)
             if not np.isfinite(min(below_s, best.time_s[0])):  # nothing is known to fit: begin where little is held
                 best = candidate.best_of([candidate.smallest()[0]])

@@ -128,22 +128,34 @@ def fill_stages(
         filling = _fastest_ranges(blocks, choices, goal, below, rest_s)
         return fill_few(blocks, choices, capacity, goal.effort, (below, rest_s), filling)
     if listed:
-        return _fastest_listed(blocks, choices, listed, goal.capacity)
+        return _fastest_listed(blocks, choices, listed, goal.capacity, (below, rest_s))
     limits = (below, rest_s, np.broadcast_to(least, rest_s.shape))
     filling = fill_splits(blocks, choices, capacity, goal.effort, limits, splits or SplitSearch())
     return fill_few(blocks, choices, capacity, goal.effort, (below, rest_s), filling)
 
 
 def _fastest_listed(
-    blocks: PipelineBlocks, choices: StageChoices, splits: Sequence[Split], capacity: Floats | float
+    blocks: PipelineBlocks,
+    choices: StageChoices,
+    splits: Sequence[Split],
+    capacity: Floats | float,
+    limits: tuple[float, Floats],
 ) -> StageFilling:
-    """Return the fastest filling of each candidate with one of these splits."""
+    """Return the fastest filling of each candidate with one of these splits.
+
+    ``limits`` are the seconds below which a filling is wanted, and the least time of a step beside its micro-batches.
+    """
     schedule, bound = blocks.schedule, np.full(blocks.num_candidates, np.inf)
     options = RankOptions.of(blocks, choices, ChunkLayers.of_splits(blocks, splits), capacity)
     if schedule.num_ranks == 1 and options.fits.any():
         option, number = np.nonzero(options.fits[0])
         return _best_of(options.timed(option[None], number), number, bound)
-    division, number = np.nonzero(options.least_s.max(axis=0) < NEVER)
+    slowest_s = options.least_s.max(axis=0)
+    # The last message need not be waited for.
+    least_s = ((schedule.num_micro_batches - 1) * slowest_s + limits[1]) * (1 - SURE)
+    division, number = np.nonzero((slowest_s < NEVER) & (least_s >= limits[0]))
+    np.minimum.at(bound, number, least_s[division, number])
+    division, number = np.nonzero((slowest_s < NEVER) & (least_s < limits[0]))
     if not len(number):
         return StageFilling.nothing(schedule.num_stages, bound)
     timed = options.fastest(np.broadcast_to(division, (schedule.num_ranks, len(number))), number)

@@ -51,16 +51,8 @@ class StageChoices(PerCandidate):
     differ: bool = False  # whether there are several kinds of layers
 
     def listed_splits(self, schedule: Schedule) -> "tuple[Split, ...] | None":
-        """Return the splits to choose from, None for all: what is pinned, and what leaves no choice.
-
-        If layers differ, near-even splits, but under schedules whose longest paths are known.
-        """
-        if self.stages:
-            return (self.stages,)
-        if schedule.num_stages in (1, self.num_layers):
-            return ((self.num_layers // schedule.num_stages,) * schedule.num_stages,)
-        is_bounded = not self.differ or schedule.builder in ALL_RANGES
-        return None if is_bounded else near_even_splits(self.num_layers, schedule.num_stages)
+        """Return the splits to choose from; None for all."""
+        return listed_splits(schedule, self.num_layers, self.stages, self.differ)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -122,6 +114,21 @@ def not_dominated(
     dominated = better.any(axis=1)
     dominated[[kind.kind in ("none", "full") for kind in kinds]] = False
     return allowed & ~dominated
+
+
+def listed_splits(
+    schedule: Schedule, num_layers: int, pinned: Split | None, differ: bool
+) -> "tuple[Split, ...] | None":
+    """Return the splits to choose from, None for all: what is pinned, and what leaves no choice.
+
+    If layers differ, near-even splits, but under schedules whose longest paths are known.
+    """
+    if pinned:
+        return (pinned,)
+    if schedule.num_stages in (1, num_layers):
+        return ((num_layers // schedule.num_stages,) * schedule.num_stages,)
+    is_bounded = not differ or schedule.builder in ALL_RANGES
+    return None if is_bounded else near_even_splits(num_layers, schedule.num_stages)
 
 
 def near_even_splits(num_layers: int, num_stages: int) -> tuple[Split, ...]:

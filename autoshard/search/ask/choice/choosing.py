@@ -103,7 +103,7 @@ def _doubt(results: Sequence[EngineResult]) -> float:
     if fastest is None:
         return 0.0
     result, solution = fastest
-    plan = result.request.plan(solution.candidate, result.engine, solution.point.priced.cutting, tables=False)
+    plan = result.request.plan(solution.candidate, result.engine, solution.cutting, tables=False)
     assert plan.prediction, "a found plan has its prediction"
     return doubt_of(plan.prediction)
 

@@ -46,13 +46,13 @@ def _shares_experts_out(solution: Solution) -> bool:
     """Say whether ranks hold different experts: those of ep, or those of tp or cp as the tables cut experts."""
     priced = solution.point.priced
     sizes = mesh_of(solution.candidate, priced.question.model, priced.question.cluster)
-    cuts = (cuts for kind in priced.question.step.kinds for cuts in priced.cutting.block(kind).values())
+    cuts = (cuts for kind in priced.question.step.kinds for cuts in solution.cutting.block(kind).values())
     return any(sizes.size(atom) > 1 for of_op in cuts for atom in of_op.get("experts", ()))
 
 
 def _step_s(result: EngineResult, solution: Solution, imbalance: float) -> float:
     """Return the step of a solution under another imbalance of experts."""
     request = replace(result.request, workload=replace(result.request.workload, expert_imbalance=imbalance))
-    plan = request.plan(solution.candidate, result.engine, solution.point.priced.cutting, tables=False)
+    plan = request.plan(solution.candidate, result.engine, solution.cutting, tables=False)
     assert plan.prediction, "a plan of a request has its prediction"
     return plan.prediction.step_time_s

@@ -10,9 +10,10 @@ import numpy as np
 from autoshard.plan.candidate import Candidate
 from autoshard.schedule.waves import Floats, Ints
 from autoshard.search.bound.legal_space import RunVariant
-from autoshard.search.bound.points import PlainPoints, Points, Solution
+from autoshard.search.bound.points import Points, Solution
 from autoshard.search.bound.pool import Pool
 from autoshard.search.bound.space import KEYS
+from autoshard.search.bound.unsolved import PlainPoints
 from autoshard.search.fill.stage_options import ALL_RANGES
 
 _FEW = 4  # points of a kind that are looked at, those that look fastest
@@ -82,7 +83,7 @@ def _seen(pool: Pool, kind: PlanKind, *, priced: bool = False) -> Iterator[_Grou
     """Yield the points of a kind, or only those that are priced under every recompute, whose bounds are then known."""
     rows = {variant: kind.rows(variant) for variant in pool.legal.variants}
     for points in pool.points:
-        selected = pool.in_use(points.only(np.isin(points.variant_rows, rows[points.variant])))
+        selected = pool.own_cuttings.in_use(points.only(np.isin(points.variant_rows, rows[points.variant])))
         seconds = selected.bound if priced else _rough_s(pool, points.variant, selected.variant_rows, selected.bound)
         yield _Group(seconds=seconds, priced=selected.only)
     for plain in [] if priced else pool.left.plain:

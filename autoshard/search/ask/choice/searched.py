@@ -51,7 +51,7 @@ class EngineResult:
 
     def plan(self, solution: Solution) -> Plan:
         """Return the plan of a solution."""
-        return self.request.plan(solution.candidate, self.engine, solution.point.priced.cutting)
+        return self.request.plan(solution.candidate, self.engine, solution.cutting)
 
 
 def order_of(pair: tuple[EngineResult, Solution]) -> tuple[float, ...]:
