@@ -8,7 +8,7 @@ these assumptions can only make a step faster.
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 
 import numpy as np
@@ -109,49 +109,72 @@ def _least_work(
     question, rows = priced.question, priced.space.rows
     counts = question.workload.global_batch // (rows["dp"] * rows["mbs"])
     blocks = priced.pipeline_blocks(slice(None), _ALONE, states)
-    work_s = np.full(len(counts), np.inf)
-    each_pp: list[int] = sorted(set(rows["pp"].tolist()))
-    for num_ranks in each_pp:
-        columns = np.flatnonzero(rows["pp"] == num_ranks)
-        rank = np.arange(num_ranks)[:, None]
-        flight = np.maximum(1, np.minimum(num_ranks - rank, counts[columns]) if as_1f1b else 0 * rank)
-        last = rank == (0 if turns else num_ranks - 1)
-        work_s[columns] = _pass_s(blocks.only(columns), (rank == 0, last), (flight, 0 * flight), capacity)
+    if as_1f1b:
+        work_s = np.full(len(counts), np.inf)
+        each_pp: list[int] = sorted(set(rows["pp"].tolist()))
+        for num_ranks in each_pp:
+            columns = np.flatnonzero(rows["pp"] == num_ranks)
+            rank = np.arange(num_ranks)[:, None]
+            flight = np.maximum(1, np.minimum(num_ranks - rank, counts[columns]))
+            last = rank == (0 if turns else num_ranks - 1)
+            ranks = _Ranks(first=rank == 0, last=last, flight=flight, waiting=0 * flight, times=np.ones_like(flight))
+            work_s[columns] = _pass_s(blocks.only(columns), ranks, capacity)
+    else:
+        work_s = _pass_s(blocks, _Ranks.with_one_in_flight(rows["pp"], turns=turns), capacity)
     each_kind = [_update_s(blocks, layer, counts, -(-count // rows["pp"])) for layer, count in _kinds_of_layers(blocks)]
     return work_s, np.max(each_kind, axis=0)
 
 
-def _pass_s(
-    blocks: PipelineBlocks, ends: tuple[NDArray[np.bool_], NDArray[np.bool_]], held: tuple[Ints, Ints], capacity: float
-) -> Floats:
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Ranks:
+    """The ranks of pipelines: [rank, candidate], or 1 for all candidates; ranks that are alike may stand once."""
+
+    first: NDArray[np.bool_]  # which have the embedding
+    last: NDArray[np.bool_]  # and the head
+    flight: Ints  # of how many micro-batches each keeps every layer
+    waiting: Ints  # and every layer that waits for W
+    times: Ints  # how many such ranks there are
+
+    @classmethod
+    def with_one_in_flight(cls, pp: Ints, *, turns: bool) -> "_Ranks":
+        """Return the ranks of pipelines of any length that keep one micro-batch; the head may be on the first one."""
+        if turns:
+            first, times = [True, False], [np.ones_like(pp), pp - 1]
+            last = first
+        else:
+            first, last = [True, False, False, True], [False, False, True, True]
+            times = [1 * (pp > 1), np.maximum(pp - 2, 0), 1 * (pp > 1), 1 * (pp == 1)]
+        return cls(
+            first=np.array(first)[:, None],
+            last=np.array(last)[:, None],
+            flight=np.ones((len(first), 1), dtype=np.int64),
+            waiting=np.zeros((len(first), 1), dtype=np.int64),
+            times=np.array(times),
+        )
+
+
+def _pass_s(blocks: PipelineBlocks, ranks: _Ranks, capacity: float) -> Floats:
     """Return the least time of a micro-batch on all ranks together, if each holds as many layers as it can alone.
 
-    Given are which ranks have the embedding, and the head, and of how many micro-batches each rank keeps every layer,
-    and every layer that waits for W: [rank, candidate]. Of several kinds of layers, each has all memory.
+    Of several kinds of layers, each has all memory.
     """
     by_kind: list[Floats] = []
     for layer, count in zip(blocks.layers, blocks.order.totals, strict=True):
-        by_kind.append(_layers_s(blocks, (layer, count), ends, held, capacity))
+        by_kind.append(_layers_s(blocks, (layer, count), ranks, capacity))
     layers_s = sum(by_kind[1:], start=by_kind[0])
     if len(by_kind) > 1:  # layers of all kinds share it, and no kind holds less than the least
         least, again_s = blocks.layer, np.array([layer.pass_s - layer.pass_s.min(axis=0) for layer in blocks.layers])
         more = replace(least, forward_s=again_s.min(axis=0), input_s=0 * least.input_s, weight_s=0 * least.weight_s)
-        more_s = _layers_s(blocks, (more, blocks.order.num_layers), ends, held, capacity)
+        more_s = _layers_s(blocks, (more, blocks.order.num_layers), ranks, capacity)
         counts = zip(blocks.layers, blocks.order.totals, strict=True)
         layers_s = np.maximum(layers_s, more_s + sum(count * layer.pass_s.min(axis=0) for layer, count in counts))
     return layers_s + blocks.embed.pass_s[0] + blocks.head.pass_s[0]
 
 
-def _layers_s(
-    blocks: PipelineBlocks,
-    layers: tuple[BlockTotals, int],
-    ends: tuple[NDArray[np.bool_], NDArray[np.bool_]],
-    held: tuple[Ints, Ints],
-    capacity: float,
-) -> Floats:
+def _layers_s(blocks: PipelineBlocks, layers: tuple[BlockTotals, int], ranks: _Ranks, capacity: float) -> Floats:
     """Return the least time of so many layers, in a memory in which there are no others but embedding and head."""
     kernels = load_kernels(blocks.question.kernels)
-    (first, last), (flight, waiting), (layer, num_layers) = ends, held, layers
+    first, last, flight, (layer, num_layers) = ranks.first, ranks.last, ranks.flight, layers
     share = kernels.reserved.share if kernels.reserved else 0.0
     gathered = layer.num_weights * (2.0 if blocks.setting.zero == 3 else 0.0)
     free = (capacity * (1 + 1e-9) - kernels.runtime_bytes) / (1 + share) - (kernels.workspace_bytes + gathered)
@@ -159,10 +182,11 @@ def _layers_s(
     head_saved = blocks.head.saved_bytes[0]
     ends_bytes = first * of_embed + last * (of_head + flight * head_saved)
     moment = np.maximum(0.0, layer.moment_bytes - (last * head_saved)[:, None])
-    layer_bytes = of_layer + flight[:, None] * layer.saved_bytes + waiting[:, None] * layer.waiting_bytes
+    layer_bytes = of_layer + flight[:, None] * layer.saved_bytes + ranks.waiting[:, None] * layer.waiting_bytes
     fits = np.maximum(0.0, np.floor(((free - ends_bytes)[:, None] - moment) / np.maximum(layer_bytes, 1.0)))
     order = layer.pass_s.argsort(axis=0)
-    fits = np.maximum.accumulate(np.take_along_axis(fits, order[None], axis=1), axis=1).sum(axis=0)
+    most = np.maximum.accumulate(np.take_along_axis(fits, order[None], axis=1), axis=1)
+    fits = (most * ranks.times[:, None]).sum(axis=0)
     by_kind = np.diff(np.minimum(fits, num_layers), axis=0, prepend=0.0)
     pass_s = (by_kind * np.take_along_axis(layer.pass_s, order, axis=0)).sum(axis=0)
     return np.where(fits[-1] >= num_layers, pass_s, np.inf)
@@ -182,7 +206,8 @@ def least_in_flight(blocks: PipelineBlocks, rest_s: Floats, capacity: float) -> 
     most = fewest[ranks, fewest[:, :, 0].argmax(axis=1)]
     flight, waiting = most[:, :1], most[:, 1:] if schedule.splits_backward else 0 * most
     first, last = ((counts.stages == stage).any(axis=1)[:, None] for stage in (0, schedule.num_stages - 1))
-    pass_s = _pass_s(blocks, (first, last), (flight, waiting), capacity)
+    ranks = _Ranks(first=first, last=last, flight=flight, waiting=waiting, times=np.ones_like(flight))
+    pass_s = _pass_s(blocks, ranks, capacity)
     pass_s = pass_s + schedule.num_stages * blocks.question.calibration.task_s + blocks.hop_s.sum(axis=0)
     return (schedule.num_micro_batches / schedule.num_ranks * pass_s + rest_s + blocks.fixed_s) * (1 - SURE)
 
