@@ -117,16 +117,18 @@ def _least_work(
             rank = np.arange(num_ranks)[:, None]
             flight = np.maximum(1, np.minimum(num_ranks - rank, counts[columns]))
             last = rank == (0 if turns else num_ranks - 1)
-            ranks = _Ranks(first=rank == 0, last=last, flight=flight, waiting=0 * flight, times=np.ones_like(flight))
+            ranks = _PipelineRanks(
+                first=rank == 0, last=last, flight=flight, waiting=0 * flight, times=np.ones_like(flight)
+            )
             work_s[columns] = _pass_s(blocks.only(columns), ranks, capacity)
     else:
-        work_s = _pass_s(blocks, _Ranks.with_one_in_flight(rows["pp"], turns=turns), capacity)
+        work_s = _pass_s(blocks, _PipelineRanks.with_one_in_flight(rows["pp"], turns=turns), capacity)
     each_kind = [_update_s(blocks, layer, counts, -(-count // rows["pp"])) for layer, count in _kinds_of_layers(blocks)]
     return work_s, np.max(each_kind, axis=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Ranks:
+class _PipelineRanks:
     """The ranks of pipelines: [rank, candidate], or 1 for all candidates; ranks that are alike may stand once."""
 
     first: NDArray[np.bool_]  # which have the embedding
@@ -136,7 +138,7 @@ class _Ranks:
     times: Ints  # how many such ranks there are
 
     @classmethod
-    def with_one_in_flight(cls, pp: Ints, *, turns: bool) -> "_Ranks":
+    def with_one_in_flight(cls, pp: Ints, *, turns: bool) -> "_PipelineRanks":
         """Return the ranks of pipelines of any length that keep one micro-batch; the head may be on the first one."""
         if turns:
             first, times = [True, False], [np.ones_like(pp), pp - 1]
@@ -153,7 +155,7 @@ class _Ranks:
         )
 
 
-def _pass_s(blocks: PipelineBlocks, ranks: _Ranks, capacity: float) -> Floats:
+def _pass_s(blocks: PipelineBlocks, ranks: _PipelineRanks, capacity: float) -> Floats:
     """Return the least time of a micro-batch on all ranks together, if each holds as many layers as it can alone.
 
     Of several kinds of layers, each has all memory.
@@ -171,7 +173,9 @@ def _pass_s(blocks: PipelineBlocks, ranks: _Ranks, capacity: float) -> Floats:
     return layers_s + blocks.embed.pass_s[0] + blocks.head.pass_s[0]
 
 
-def _layers_s(blocks: PipelineBlocks, layers: tuple[BlockTotals, int], ranks: _Ranks, capacity: float) -> Floats:
+def _layers_s(
+    blocks: PipelineBlocks, layers: tuple[BlockTotals, int], ranks: _PipelineRanks, capacity: float
+) -> Floats:
     """Return the least time of so many layers, in a memory in which there are no others but embedding and head."""
     kernels = load_kernels(blocks.question.kernels)
     first, last, flight, (layer, num_layers) = ranks.first, ranks.last, ranks.flight, layers
@@ -206,7 +210,7 @@ def least_in_flight(blocks: PipelineBlocks, rest_s: Floats, capacity: float) -> 
     most = fewest[ranks, fewest[:, :, 0].argmax(axis=1)]
     flight, waiting = most[:, :1], most[:, 1:] if schedule.splits_backward else 0 * most
     first, last = ((counts.stages == stage).any(axis=1)[:, None] for stage in (0, schedule.num_stages - 1))
-    ranks = _Ranks(first=first, last=last, flight=flight, waiting=waiting, times=np.ones_like(flight))
+    ranks = _PipelineRanks(first=first, last=last, flight=flight, waiting=waiting, times=np.ones_like(flight))
     pass_s = _pass_s(blocks, ranks, capacity)
     pass_s = pass_s + schedule.num_stages * blocks.question.calibration.task_s + blocks.hop_s.sum(axis=0)
     return (schedule.num_micro_batches / schedule.num_ranks * pass_s + rest_s + blocks.fixed_s) * (1 - SURE)
