@@ -21,6 +21,7 @@ ATOMS = ("edp", "ep", "cp", "kv", "rep")  # that may cut tensors; pp cuts layers
 _NOMINAL = 2  # which way a layout is changed depends neither on the size of the tensor nor on that of the group
 
 
+@cache
 def split_pending(pending: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Split the atoms that a weight's gradient awaits: those that share the optimizer's work, and the others.
 
