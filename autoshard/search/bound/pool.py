@@ -129,12 +129,14 @@ class Pool:
     def _look_for_runners_up(self) -> None:
         """Solve a few more groups of points that may be among the layouts that are wanted beside the best."""
         self._place = self._count
-        self.left.open_again()
-        for _ in range(_RUNNERS_UP):
-            if self.left.least < self.left.least_opened:
-                self._open_next()
-            self._explore(most=1)
-        self._place = 1
+        try:
+            self.left.open_again()
+            for _ in range(_RUNNERS_UP):
+                if self.left.least < self.left.least_opened:
+                    self._open_next()
+                self._explore(most=1)
+        finally:
+            self._place = 1
 
     def _look_near(self, best: Solution) -> bool:
         """Solve some points near the best solution, those that look fastest; say whether one is better.

@@ -182,7 +182,7 @@ class UnsolvedPoints:
         yield from (points for _, points in self.waiting)
 
     def open_again(self) -> None:
-        """Open the points that were passed, because the best known solution became slower."""
+        """Open the points that were passed, because slower solutions than before matter."""
         for points in self.passed:
             self.open(points)
         self.passed.clear()
