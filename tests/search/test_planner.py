@@ -306,6 +306,14 @@ def test_two_terms_of_one_name_are_refused():
         with_terms(ask("tiny-llama"), stall, term("other", lambda c: 0.0), stall)
 
 
+def test_memory_without_a_limit_is_never_short():
+    asked = ask("tiny-llama", global_batch=8, pins="mbs=1")
+    unlimited, large = (replace(asked, memory_bytes=memory_bytes) for memory_bytes in (np.inf, 1e15))
+    found, in_large = search(unlimited), search(large)
+    assert [plan.candidate for plan in found.plans] == [plan.candidate for plan in in_large.plans]
+    assert found.certificate.bound == pytest.approx(in_large.certificate.bound)
+
+
 SIZES = [ask("llama3-8b", "trn1.32xlarge", nodes, pins="tp=8,cp=1,mbs=1") for nodes in (1, 2)]
 
 

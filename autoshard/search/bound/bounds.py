@@ -190,7 +190,8 @@ def _layers_s(
     fits = np.maximum(0.0, np.floor(((free - ends_bytes)[:, None] - moment) / np.maximum(layer_bytes, 1.0)))
     order = layer.pass_s.argsort(axis=0)
     most = np.maximum.accumulate(np.take_along_axis(fits, order[None], axis=1), axis=1)
-    fits = (most * ranks.times[:, None]).sum(axis=0)
+    times = ranks.times[:, None]
+    fits = (np.where(times > 0, most, 0.0) * times).sum(axis=0)  # without a limit of memory they are infinitely many
     by_kind = np.diff(np.minimum(fits, num_layers), axis=0, prepend=0.0)
     pass_s = (by_kind * np.take_along_axis(layer.pass_s, order, axis=0)).sum(axis=0)
     return np.where(fits[-1] >= num_layers, pass_s, np.inf)
