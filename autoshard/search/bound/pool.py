@@ -32,7 +32,7 @@ _FIRST = 4  # groups of points that are solved before points of the next variant
 _LIKELY = 8  # layouts that are timed before all others, once for each kind of mesh
 _LOOKS = 8  # times that points are opened to find the one that misses memory by least
 _AT_ONCE = 8  # points of a group that are solved together, those with the best bounds
-_RUNNERS_UP = 4  # groups of points that are solved for the runners-up
+_RUNNER_UP = 3  # groups of points that are solved for each runner-up
 _NEAR, _MOST_NEAR = 3, 16  # sizes in which layouts differ from the best, and groups of these that are solved
 _TIE = 1e-8  # relative: times that differ by less count as equal
 
@@ -131,7 +131,9 @@ class Pool:
         self._place = self._count
         try:
             self.left.open_again()
-            for _ in range(_RUNNERS_UP):
+            for _ in range(_RUNNER_UP * (self._count - 1)):
+                if self.left.least >= self._limit:
+                    break
                 if self.left.least < self.left.least_opened:
                     self._open_next()
                 self._explore(most=1)
