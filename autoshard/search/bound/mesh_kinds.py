@@ -19,7 +19,7 @@ from autoshard.search.fill.stage_filling import Goal
 
 
 class MeshKinds:
-    """The layouts of a space by the kind of their mesh, under each choice of terms; ``unpriced`` come last."""
+    """The layouts of a space by the kind of their mesh, under each choice of terms; ``unpriced`` kinds wait for a price."""
 
     def __init__(self, pricer: LayoutPricer, legal: LegalSpace, goal: Goal, pins: tuple[Pin, ...]) -> None:
         self._pricer, self._legal, self._goal, self._pins = pricer, legal, goal, pins
@@ -30,8 +30,8 @@ class MeshKinds:
         self.refused: list[InputError] = []  # why kinds cannot keep to what is pinned
         self.unpriced: list[tuple[Terms, Ints]] = []
 
-    def all_unpriced(self, rough_s: Floats) -> None:
-        """Let all kinds be priced, those first that have the layout that looks fastest."""
+    def queue_all(self, rough_s: Floats) -> None:
+        """Let all kinds wait for a price, first the kind of the layout that looks fastest."""
         self.unpriced = [
             (terms, layouts)
             for terms in self.variants

@@ -62,7 +62,7 @@ class Pool:
         self._least: dict[Row, float] = {}  # the least bound of the solved points of a layout
         self.own_cuttings = OwnCuttings()
         self._rough_s: dict[int, Floats] = {}
-        self._kinds.all_unpriced(self.rough_s(legal.space.base.zero))
+        self._kinds.queue_all(self.rough_s(legal.space.base.zero))
 
     def settle(self, count: int) -> None:
         """Solve points until no layout can be better than the best by more than the gap, and ``count`` are known.
