@@ -31,10 +31,11 @@ CASES = {
     "torch": ("llama3-8b", "h100-80", 2, "kernels=torch_cuda,cp=2"),
     "heads-over-cp": ("llama3-8b", "h100-80", 2, "tp=1,cp_kind=all_to_all"),
 }
+CUT_ALIKE = ("nxd-core", "heads-over-cp")  # whatever their sizes
 
 
-def lowerings(case):
-    """Return a pricer, and some layouts by their lowering, cut as the one with the largest tp."""
+def lowerings(case, num_cuttings=1):
+    """Return a pricer, and some layouts by their lowering; so many parts of them are cut as the one with most tp."""
     model, cluster, nodes, pins = CASES[case]
     question = ask(model, cluster, nodes, seq_len=4096)
     facts = (question.model, question.cluster, question.workload)
@@ -42,9 +43,12 @@ def lowerings(case):
     question = replace(question, kernels=space.base.kernels or question.cluster.kernels)
     legal = np.flatnonzero(legality(space.columns(*facts, 0)))
     space = space.only(np.sort(np.random.default_rng(7).permutation(legal)[:SAMPLE]))
-    cutting = cutting_of(question, space.candidate(int(np.argmax(space.rows["tp"])), 0), space.engine)
-    pricer = LayoutPricer(question, space)
-    return pricer, pricer.priced(space, cutting, {space.base.cp_order: np.arange(space.num_layouts)}, apart=True)
+    pricer, order = LayoutPricer(question, space), np.argsort(space.rows["tp"], kind="stable")
+    parts = []
+    for layouts in np.array_split(order, num_cuttings):
+        cutting = cutting_of(question, space.candidate(int(layouts[-1]), 0), space.engine)
+        parts += pricer.priced(space, cutting, {space.base.cp_order: np.sort(layouts)}, apart=True)
+    return pricer, parts
 
 
 @pytest.mark.parametrize("case", rest_is_slow(CASES, 0, 2))
@@ -63,7 +67,8 @@ def test_no_recompute_takes_or_keeps_less_than_its_bound(case):
 
 @pytest.mark.parametrize("case", rest_is_slow(CASES, 0, 2))
 def test_layouts_in_one_piece_have_the_plans_that_they_have_in_parts(case):
-    pricer, parts = lowerings(case)
+    pricer, parts = lowerings(case, num_cuttings=2)
+    assert len({cutting for part in parts for cutting in part.cuttings}) == (1 if case in CUT_ALIKE else 2)
     priced = [pricer.with_recompute(part) for part in parts]
     joined, numbers = pricer.joined(priced), np.concatenate([part.numbers for part in parts])
     assert len(parts) > 1 and (joined.numbers == numbers).all()

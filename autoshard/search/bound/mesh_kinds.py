@@ -19,7 +19,7 @@ from autoshard.search.fill.stage_filling import Goal
 
 
 class MeshKinds:
-    """The layouts of a space by the kind of their mesh, under each choice of terms; ``unpriced`` kinds wait for a price."""
+    """The layouts of a space by the kind of their mesh, under each choice of terms; ``unpriced`` kinds wait."""
 
     def __init__(self, pricer: LayoutPricer, legal: LegalSpace, goal: Goal, pins: tuple[Pin, ...]) -> None:
         self._pricer, self._legal, self._goal, self._pins = pricer, legal, goal, pins
