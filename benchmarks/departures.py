@@ -37,7 +37,7 @@ _COLUMNS = ("program", "cluster", "rows", "left out", "error", "inside", "withou
 def departing_rows() -> list[ProgramRows]:
     """Return the timed rows of this repository that hosts of accelerators started, by program and cluster."""
     samples, dates, suspected = list[Sample](), dict[str, str](), set[str]()
-    for folder in (DATA, DATA / "sweeps"):
+    for folder in (DATA, DATA / "sweeps", DATA / "engine"):
         found = validated(folder)
         suspected |= {one.id for one in suspects(found)}
         for row in found.rows.rows.values():
@@ -73,11 +73,11 @@ def judged_by_others(rows: ProgramRows, departure: Departure, every: Sequence[De
     """Return the errors of rows, as logarithms, predicted from their program elsewhere, and from other programs."""
     same = [one for one in every if one.framework == departure.framework and one.cluster != departure.cluster]
     others = [one for one in every if one.framework != departure.framework]
-    return _errors(rows, same) if same else None, _errors(rows, others)
+    return _errors(rows, same, [*others, *same]) if same else None, _errors(rows, others, others)
 
 
-def _errors(program: ProgramRows, others: Sequence[Departure]) -> Array:
-    numbers = numbers_of(program.chip, mean_constants(others))
+def _errors(program: ProgramRows, used: Sequence[Departure], everyone: Sequence[Departure]) -> Array:
+    numbers = numbers_of(program.chip, mean_constants(used, everyone))
     return program.rows.residuals_under(replace(uncalibrated(), **numbers))
 
 

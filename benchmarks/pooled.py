@@ -43,10 +43,10 @@ class ProgramRows:
         prior = Prior(centre=replace(prior.centre, **nothing), unknowns=unknowns)
         return FitRows(samples=self.samples, prior=prior, suspected=self.suspected)
 
-    def departed(self, constants: Calibration) -> Mapping[str, float]:
+    def departed(self, constants: Calibration, names: Iterable[str]) -> Mapping[str, float]:
         """Return factors of shares and seconds of hosts, as files state them."""
         factors: dict[str, float] = {}
-        for name in (name for unknown in self.rows.prior.unknowns for name in unknown.names):
+        for name in names:
             value = getattr(constants, name)
             factors[name] = float(f"{value / self.hardware[name] if 'efficiency' in name else value:.{_DIGITS}g}")
         return factors
@@ -59,7 +59,7 @@ def departure_of(program: ProgramRows) -> Departure:
         framework=program.framework,
         cluster=program.cluster,
         kernels=reach.kernels,
-        constants=program.departed(judgement.constants),
+        constants=program.departed(judgement.constants, judgement.moving),
         interval=judgement.interval,
         best_mfu=judgement.best_mfu,
         axes=reach.axes,

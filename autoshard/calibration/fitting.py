@@ -14,7 +14,7 @@ from typing import Literal
 import numpy as np
 
 from autoshard.calibration.measured_run import MeasuredRun
-from autoshard.calibration.prior import Array, Prior
+from autoshard.calibration.prior import Array, Prior, Unknown
 from autoshard.calibration.validate import outlined_run, predicted_run
 from autoshard.cost.calibration import Calibration, uncalibrated
 from autoshard.cost.outside import Fit, Seen, features_of, holding, seen_in
@@ -26,6 +26,7 @@ _SCALE, _LEAST_SCALE = 1.4826, 0.05
 _STEP, _STEPS = 0.02, 16
 _LONGEST, _SHORTEST = 1.0, 1e-3  # steps of a fit, in units of what moves most
 _ENOUGH = 3e-4  # of the loss: a fit that gains less has ended
+_STILL = 1e-9  # a slope that is rounding
 _NARROW = 0.15  # an interval that says enough, however small the median error
 
 
@@ -123,6 +124,11 @@ class FittedUnknowns:
         values = fitted(rows)
         return cls(values=values, slopes=rows.slopes(values, range(len(rows.samples))))
 
+    def moving(self, prior: Prior) -> Sequence[Unknown]:
+        """Return the unknowns that move any row."""
+        most = np.abs(self.slopes).max(axis=0)
+        return [unknown for unknown, slope in zip(prior.unknowns, most.tolist(), strict=True) if slope > _STILL]
+
 
 def fitted(rows: FitRows) -> Array:
     """Return the unknowns under which predictions of all rows come closest, pulled to where they were before.
@@ -205,6 +211,7 @@ class Judged:
     """Constants that were fitted to rows, and what they are worth where rows are left out."""
 
     constants: Calibration
+    moving: tuple[str, ...]  # the constants on which the seconds of any row depend
     fit: Fit
     interval: float  # 0 where nothing could be left out
     inside: float  # share of left-out rows that the interval holds
@@ -227,6 +234,7 @@ def judged(rows: FitRows, date: str) -> Judged:
     named = zip(rows.samples, np.exp(off).tolist(), strict=True)
     return Judged(
         constants=constants,
+        moving=tuple(name for unknown in whole.moving(rows.prior) for name in unknown.names),
         fit=Fit(
             date=date,
             rows={sample.id: float(f"{ratio:.4g}") for sample, ratio in named},

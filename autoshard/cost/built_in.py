@@ -64,7 +64,7 @@ def known_before(cluster: str, chip: str, programs: Sequence[tuple[str, str | No
     who = ", ".join(frameworks) if len(used) < len(rest) else "all programs"
     adds = f"{who} adds" if len(frameworks) == 1 else f"{who or 'hosts'} add"
     name = f"the rates of {chip}, and what {adds}"
-    numbers: Mapping[str, Any] = numbers_of(chip, mean_constants(used))
+    numbers: Mapping[str, Any] = numbers_of(chip, mean_constants(used, rest))
     return replace(uncalibrated(), name=name, sources=_sources(chip), **numbers)
 
 
@@ -111,17 +111,21 @@ def _of_program(cluster: str, chips: Mapping[str, str], kernels: str, framework:
     """Return the constants of a chip, and of a program on it as far as its rows say."""
     chip = chips[cluster]
     programs, basis = applicable(departures().programs, cluster, chips, kernels, framework)
-    constants, has_rows, alone = mean_constants(programs), basis == "rows", len(programs) == 1
+    constants, has_rows, alone = mean_constants(programs, departures().programs), basis == "rows", len(programs) == 1
     frameworks = dict.fromkeys(program.framework for program in programs)
     who = ", ".join(frameworks) if basis != "other programs" else "any program"
-    intervals = {"rows": max(program.interval for program in programs), "other machines": departures().elsewhere}
+    axes = tuple(dict.fromkeys(axis for program in programs for axis in program.axes))
+    intervals = {"rows": max(program.interval for program in programs)}
+    intervals |= {"other machines": departures().elsewhere} if axes else {}
     interval = intervals.get(basis, max(OUTSIDE, departures().unknown))
     same_chip = [program for program in departures().programs if chips[program.cluster] == chip]
     words = f"{_words(programs, basis, who, chip)}; nominal 80% interval of a factor of {1 + interval:.2f} either way"
     tables = [name for program in programs for name in program.kernels]
+    seen = programs[0].seen if alone else dict[str, Seen]()
+    experts = seen.get("experts", Seen(values=("0",)))
     reach = Reach(
         cluster=",".join(dict.fromkeys((cluster, *(program.cluster for program in programs)))),
-        axes=tuple(dict.fromkeys(axis for program in programs for axis in program.axes)),
+        axes=axes,
         kernels=tuple(dict.fromkeys((program_table(kernels), *tables))),
     )
     numbers: dict[str, Any] = {**numbers_of(chip, constants)}
@@ -131,7 +135,7 @@ def _of_program(cluster: str, chips: Mapping[str, str], kernels: str, framework:
         interval=interval,
         basis=words,
         reach=reach if has_rows else None,
-        seen=programs[0].seen if has_rows and alone else {"experts": Seen(values=("0",))},
+        seen=seen if has_rows and alone else {"experts": Seen(values=experts.values)},
         best_mfu=max((program.best_mfu for program in same_chip), default=None),
         fit=programs[0].fit if has_rows and alone else None,
         sources={**_sources(chip), "interval": words},
@@ -147,7 +151,9 @@ def _words(programs: Sequence[Departure], basis: Basis, who: str, chip: str) -> 
         words = f"the rates of {chip}, and what {who} adds, by {count} rows of {where}, newest {newest}"
         return f"{words}: mean error {error:.1%} where a {programs[0].fit.left_out_by} is left out"
     if basis == "other machines":
-        return f"the rates of {chip}, and what {who} adds on {where}, by {count} rows there"
+        alone = "" if any(program.axes for program in programs) else " of one rank"
+        links = alone and "; messages take what they take all programs on average"
+        return f"the rates of {chip}, and what {who} adds on {where}, by {count} rows{alone} there{links}"
     return f"the rates of {chip}, and what {len(programs)} programs add on average; no row is of this program"
 
 

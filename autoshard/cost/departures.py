@@ -3,7 +3,8 @@
 Constants of a chip are from micro-benchmarks, and the same for every program (``hardware.json``). How a program departs
 from them is fitted to its rows on one cluster (``departures.json``): a factor for each share, and the seconds of its
 hosts. A program without rows on a cluster departs as it does elsewhere, and one without any rows as the mean of all
-programs does, each of which counts once however many rows it has.
+programs does, each of which counts once however many rows it has. So does a constant on which no row of a program
+depends, such as the share of a link under rows of one GPU.
 """
 
 import math
@@ -50,7 +51,7 @@ class Departure:
     framework: str
     cluster: str
     kernels: tuple[str, ...]
-    constants: Mapping[str, float] = field(hash=False)  # factors of shares, seconds of hosts
+    constants: Mapping[str, float] = field(hash=False)  # on which its rows depend: factors of shares, seconds of hosts
     interval: float
     best_mfu: float  # without masked pairs
     axes: tuple[str, ...]
@@ -130,11 +131,19 @@ def _named(programs: Sequence[Departure], framework: str | None) -> list[Departu
     return [program for program in programs if program.framework.casefold() == longest]
 
 
-def mean_constants(programs: Sequence[Departure]) -> Mapping[str, float]:
-    """Return the mean of departures, each counted once: of factors as of logarithms, of seconds as they are."""
-    means: dict[str, float] = {}
-    for name in programs[0].constants if programs else ():
-        values = [program.constants[name] for program in programs]
+def mean_constants(programs: Sequence[Departure], everyone: Sequence[Departure]) -> Mapping[str, float]:
+    """Return the mean of departures, each counted once: of factors as of logarithms, of seconds as they are.
+
+    A constant that no row of these programs depends on is the mean of everyone's.
+    """
+    return {**_means(everyone), **_means(programs)}
+
+
+def _means(programs: Sequence[Departure]) -> Mapping[str, float]:
+    """Return the means of the constants that any program states; one that does not state them is its hardware."""
+    usual, means = hardware().hosts, dict[str, float]()
+    for name in sorted({name for program in programs for name in program.constants}):
+        values = [program.constants.get(name, usual.get(name, 1.0)) for program in programs]
         is_share = name in EFFICIENCIES
         means[name] = math.exp(sum(map(math.log, values)) / len(values)) if is_share else sum(values) / len(values)
     return means

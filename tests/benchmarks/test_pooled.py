@@ -53,7 +53,8 @@ def unknowns(program: ProgramRows, **values: float) -> Array:
 
 
 def departed(program: ProgramRows, values: Array) -> Mapping[str, float]:
-    return program.departed(program.rows.prior.constants(values))
+    names = [name for unknown in program.rows.prior.unknowns for name in unknown.names]
+    return program.departed(program.rows.prior.constants(values), names)
 
 
 @pytest.fixture(scope="module")
@@ -114,6 +115,17 @@ def test_without_rows_that_say_otherwise_a_program_is_its_hardware(rows: Program
     assert all(found[name] == usual for name, usual in hardware().hosts.items() if name in found)
     fastest = departed(rows, np.full(len(rows.rows.prior.unknowns), -9.0))
     assert max(numbers_of("h100-80", fastest)[name] for name in EFFICIENCIES) <= 0.97 and min(fastest.values()) >= 0
+
+
+def test_a_constant_that_moves_no_row_is_not_stated(tmp_path: Path):
+    """What one GPU sends, and what hosts take for experts of a dense model, say no rows of one GPU."""
+    alone = rows_like(
+        tmp_path, *({"tp": 1, "pp": 1, "dp": 1, "nodes": 1, "chips": 1, "micro_batch": mbs} for mbs in (1, 2))
+    )
+    moving = FittedUnknowns.of(alone.rows).moving(alone.rows.prior)
+    names = {name for unknown in moving for name in unknown.names}
+    assert {"matrix_efficiency", "memory_efficiency", "layer_s"} <= names
+    assert not names & {"near_link_efficiency", "far_link_efficiency", "collective_s", "dp_ratio", "experts_s"}
 
 
 @pytest.mark.slow

@@ -23,7 +23,7 @@ from autoshard.cost.calibration import (
     load_calibration,
     uncalibrated,
 )
-from autoshard.cost.departures import chip_family, departures, hardware
+from autoshard.cost.departures import chip_family, departures, hardware, mean_constants
 from autoshard.cost.outside import UNSEEN_OFF, Seen
 from autoshard.cost.predict import predict
 from autoshard.errors import InputError
@@ -113,7 +113,9 @@ class TestBuiltIn:
             if load_node_type(name).chip.name.startswith("trainium"):
                 assert found.name == (name if name in own else nearest[name]["to"])
             else:
-                assert found.name == ("uncalibrated" if name == "local" else f"{name} under any program"), name
+                assert found.name == ("uncalibrated" if name == "local" else f"{name} under autoshard, torch engine"), (
+                    name
+                )
         assert built_in("my-own") is uncalibrated()
 
     def test_constants_of_hardware_are_the_same_for_every_program_and_machine_with_the_chip(self):
@@ -125,7 +127,8 @@ class TestBuiltIn:
             assert found.name == f"{program.cluster} under {program.framework}" and found.interval == program.interval
             chip = hardware().chips[chip_family(load_node_type(program.cluster).chip.name)]
             for name, share in chip.shares.items():
-                assert getattr(found, name) == pytest.approx(min(0.97, share * program.constants[name]))
+                factor = mean_constants([program], departures().programs)[name]
+                assert getattr(found, name) == pytest.approx(min(0.97, share * factor))
             assert found.launch_s == hardware().hosts["launch_s"]
 
     def test_a_program_departs_as_on_its_own_cluster_then_as_elsewhere_then_as_all_do(self):
@@ -133,9 +136,18 @@ class TestBuiltIn:
         assert own.name == "h100-80 under llm-foundry" and own.reach and own.fit
         moved = built_in("b200", "torch_flash", "llm-foundry")
         assert moved.interval == departures().elsewhere and moved.reach is None and "adds on a100-40" in moved.basis
-        new = built_in("b200", "torch_engine_gpu", "a new program")
+        new = built_in("b200", "neuron_native", "a new program")
         assert new.interval == max(0.25, departures().unknown) and "programs add on average" in new.basis
         assert built_in("h100-80", "te", "Megatron-LM + TransformerEngine 2.11").name.endswith("+ TransformerEngine")
+
+    def test_what_no_row_of_a_program_depends_on_is_what_all_programs_take_on_average(self):
+        """Rows of one GPU say nothing about links, so predictions of several GPUs are worth those of a new program."""
+        (engine,) = (one for one in departures().programs if one.framework == "autoshard, torch engine")
+        assert not engine.axes and not engine.constants.keys() & {"near_link_efficiency", "dp_ratio", "collective_s"}
+        elsewhere, new = built_in("b200"), built_in("b200", "neuron_native", "a new program")
+        assert elsewhere.near_link_efficiency == new.near_link_efficiency and elsewhere.dp_ratio == new.dp_ratio != 1
+        assert elsewhere.matrix_efficiency == pytest.approx(0.5 * engine.constants["matrix_efficiency"])
+        assert elsewhere.interval == new.interval and "of one rank there" in elsewhere.basis
 
 
 def plan(text="tp=8,pp=4,dp=4", calibration=None, **changes):
@@ -251,7 +263,7 @@ class TestProvenance:
         for path in FILES:
             assert built_in(path.stem).seen["experts"].values == ("0",)
         ours = replace(OWN, interval=0.1, seen={"experts": Seen(values=("0", "8"), off=0.2)})
-        for constants, interval in ((built_in("h100-80"), UNSEEN_OFF["experts"]), (ours, 0.1)):
+        for constants, interval in ((built_in("h100-80", "neuron_native"), UNSEEN_OFF["experts"]), (ours, 0.1)):
             question = {"model_name": "mixtral-8x7b", "cluster_name": "h100-80", "nodes": 4}
             found = predict(plan("tp=8,pp=4,dp=1", constants, **question))
             assert found.high_s / found.step_time_s - 1 == pytest.approx(interval)
