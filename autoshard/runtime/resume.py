@@ -96,8 +96,9 @@ def _continued(plan: Plan, run: Run, engine: Engine, group: Any) -> Begun | None
         saved_under = "" if index.candidate == str(plan.candidate) else f", which was saved under {index.candidate}"
         remarks += [note] if note else []
         return index.state, (*shelf.remarks, *remarks, f"continues after step {index.state.step}{saved_under}")
-    if from_first_rank(lambda: bool(usable(shelf.steps)), group):
-        what = "none of its checkpoints can be used: " + "; ".join([*shelf.remarks, *remarks])
+    steps, faults = from_first_rank(lambda: (usable(shelf.steps), [*shelf.remarks]), group)
+    if steps:
+        what = "none of its checkpoints can be used: " + "; ".join([*faults, *remarks])
         raise InputError.of("--resume", f"{what}. To begin again, type another --out")
     return None
 

@@ -13,15 +13,17 @@ import torch
 import torch.distributed as dist
 
 from autoshard.engine.torch.engine import build
+from autoshard.errors import InputError
 from autoshard.plan.plan import Plan
 from autoshard.run.protocol import Run
 from autoshard.runtime.checkpoint import loading
 from autoshard.runtime.checkpoint.loading import LoadRates, Needs, load_checkpoint
 from autoshard.runtime.checkpoint.shelf import Shelf
 from autoshard.runtime.checkpoint.storage import Storage, StorageError
+from autoshard.runtime.resume import begin
 from autoshard.spec.cluster_catalogue import load_cluster
 from autoshard.spec.model_catalogue import load_model
-from autoshard.spec.training import Training
+from autoshard.spec.training import Checkpointing, Training
 from autoshard.spec.workload import Precision
 from tests.ranks.cases import plan_of
 from tests.ranks.spawn import on_ranks
@@ -127,6 +129,25 @@ def test_what_fails_on_one_rank_is_known_to_all_and_none_waits(
         file.write_bytes(whole)
     said = on_ranks(4, failing, plan_for("tp=4,pp=1,dp=1", first), folder, tmp_path, fault)
     assert len(set(said)) == 1 and says in said[0], said
+
+
+def refused(plan: Plan, first: Path, folder: Path) -> str:
+    """What every rank runs: it begins where no checkpoint is whole, and says why."""
+    run = Run(folder=folder, training=Training(seed=9, checkpoint=Checkpointing(to=str(first))))
+    try:
+        begin(plan, run, build(plan, run), None)
+    except InputError as error:
+        return str(error)
+    return "nothing was refused"
+
+
+@pytest.mark.ranks
+def test_all_ranks_say_why_no_checkpoint_can_be_used(first: Path, tmp_path: Path) -> None:
+    """Whichever rank is first to fail is the one that people read."""
+    folder = shutil.copytree(first, tmp_path / "copy")
+    (folder / "step-00000000" / "index.json").unlink()
+    said = on_ranks(2, refused, plan_for("tp=2,pp=1,dp=1", first), folder, tmp_path)
+    assert len(set(said)) == 1 and "step-00000000" in said[0] and "type another --out" in said[0], said
 
 
 def needs(ranks: Sequence[set[int]], hosts: Sequence[str], sizes: Sequence[int] = (5, 3, 2)) -> Needs:
