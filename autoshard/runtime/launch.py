@@ -139,13 +139,23 @@ def heed_end_of_agent(environment: Mapping[str, str] = os.environ) -> None:
     """Take the end of torchrun for SIGTERM: SIGKILL of it leaves its ranks behind, which keep the folder of the run."""
     if "TORCHELASTIC_RUN_ID" not in environment:  # a shell that starts ranks by hand may end before them
         return
+    was_orphan = is_orphan(_STARTED_BY, _parent_command())
 
     def look() -> None:
-        while os.getppid() == _STARTED_BY:
+        while os.getppid() == _STARTED_BY and not was_orphan:
             time.sleep(_LOOK_S)
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=look, daemon=True, name="agent").start()
+
+
+def is_orphan(parent: int, command: str) -> bool:
+    """Say whether torchrun ended before its rank had looked: the first process of a machine that is no Python has it.
+
+    >>> is_orphan(1, "/sbin/init"), is_orphan(1, "/usr/bin/python3 -m torch.distributed.run"), is_orphan(87, "bash")
+    (True, False, False)
+    """
+    return parent == 1 and bool(command) and "python" not in command
 
 
 def patience_s(plan: Plan, keeping: Checkpointing, *, here: bool) -> float:

@@ -5,11 +5,12 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
 from autoshard.runtime.agent import patient
-from autoshard.runtime.launch import GivenRank, agent_patience_s, patience_notes, patience_s
+from autoshard.runtime.launch import GivenRank, agent_patience_s, is_orphan, patience_notes, patience_s
 from autoshard.spec.training import Checkpointing
 from tests.jobs.test_stopping import slow
 from tests.runtime.cases import environment, tiny_plan
@@ -93,3 +94,23 @@ def test_a_rank_heeds_the_end_of_its_agent_and_of_no_shell(variables: dict[str, 
             time.sleep(1.5)
             os.kill(rank, signal.SIGKILL)
         assert agent.stdout.read() == says
+
+
+LATE = (
+    """
+import os, signal, sys, time
+while os.getppid() != 1: time.sleep(0.01)
+"""
+    + ORPHAN
+)
+
+
+def test_a_rank_whose_agent_ended_before_it_looked_ends_too() -> None:
+    """torchrun is killed while its ranks import: nothing would ever tell them."""
+    if is_orphan(1, "x") != is_orphan(1, Path("/proc/1/cmdline").read_text("utf-8")):
+        pytest.skip("the first process of this machine is a Python, which may be a torchrun")
+    command = ["sh", "-c", '"$@" &', "sh", sys.executable, "-c", LATE]
+    done = subprocess.run(
+        command, env=environment(TORCHELASTIC_RUN_ID="1"), capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout in ("ready\nsaved\n", "saved\n")
