@@ -92,6 +92,7 @@ def _views() -> Mapping[str, Sample]:
         "repeat_interleave": (lambda x: x.repeat_interleave(3, 1) * 1, (x,)),
         "repeat": (lambda x: x.repeat(2, 1, 3, 1) * 1, (x,)),
         "slice": (lambda x: x[:, 1:4], (x,)),
+        "slice in turns": (lambda x: x[:, 1::3], (x,)),
         "select": (lambda x: x[:, 2], (x,)),
         "narrow": (lambda x: x.narrow(2, 1, 3), (x,)),
         "split": (lambda x: x.split(2, 1)[1], (x,)),
