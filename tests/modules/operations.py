@@ -198,6 +198,7 @@ def _indexing() -> Mapping[str, Sample]:
         "slice_scatter": (lambda x, y: x.slice_scatter(y, 1, 2, 5), (x, n(4, 3, 8))),
     }
 
+        "index_put": (lambda x, i, y: x.index_put((i,), y), (x, torch.tensor([2, 0]), n(2, 6, 8))),
 
 def _pointwise() -> Mapping[str, Sample]:
     x, y = n(4, 6, 8), n(6, 8)

@@ -54,7 +54,7 @@ _BY_RULE: Mapping[Rule, tuple[str, ...]] = {
     indexing.one_hot: ("one_hot",),
     indexing.take_rows: ("index_select", "index"),
     indexing.along: ("gather", "scatter", "scatter_add", "scatter_reduce"),
-    indexing.put: ("index_add",),
+    indexing.put: ("index_add", "index_put"),
     indexing.put_part: ("select_scatter", "slice_scatter"),
 }  # fmt: skip
 RULES: Mapping[str, Rule] = {name: rule for rule, names in _BY_RULE.items() for name in names}

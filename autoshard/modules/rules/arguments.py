@@ -99,6 +99,7 @@ _BY_ARGUMENTS = {
     "include_self": "scatter_reduce",
     "self dim index source alpha": "index_add",
     "self src dim index": "select_scatter",
+    "self indices values accumulate": "index_put",
     "self src dim start end step": "slice_scatter",
 }  # fmt: skip
 READ: Mapping[str, frozenset[str]] = {
