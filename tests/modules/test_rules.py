@@ -134,6 +134,7 @@ MORE: Mapping[str, Mapping[str, str]] = {
         "group_norm": _GROUPS,
         "repeat_interleave": _LONGER,
         "pow": "some of the oracle's numbers overflow",
+        "grouped_mm": "ends of groups that the oracle draws lie in no order",
     },
     "dtensor": {
         **dict.fromkeys(("view", "view apart", "view otherwise", "flatten", "unflatten", "slice in turns"), _FACTOR),

@@ -24,6 +24,7 @@ _BY_RULE: Mapping[Rule, tuple[str, ...]] = {
     products.addmm: ("addmm", "baddbmm"),
     products.matmul: ("matmul", "bmm", "mm", "mv", "dot"),
     products.einsum: ("einsum",),
+    products.grouped: ("_grouped_mm", "transformers::grouped_mm_fallback"),  # for what torch's kernel does not take
     products.attention: ("scaled_dot_product_attention",),
     reductions.over: (
         "amax", "amin", "max", "min", "var", "std", "var_mean", "std_mean", "logsumexp", "softmax", "log_softmax",
