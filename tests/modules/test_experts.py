@@ -186,4 +186,4 @@ def test_a_rank_holds_its_part_of_the_weights_of_all_experts(name: str):
     for difference_of_rank, shares in on_ranks(ranks, held, kind, ranks, dtype):
         assert difference_of_rank < bar
         assert shares["down_proj"] == 1 / ranks
-        assert shares["gate_up_proj"] == (1 / ranks if kind == "GptOss" else 1.0)
+        assert shares["gate_up_proj"] == 1 / ranks
