@@ -234,7 +234,7 @@ class ProgramReader:
     def _read(self, name: str, node: Node) -> None:
         """Add the steps of an operation: by the rule of its name, as a pointwise one, or by probing without a rule."""
         is_torch, output = node.target.namespace == "aten", node.meta["val"]
-        rule = RULES.get(name) if is_torch else None
+        rule = RULES.get(name if is_torch else node.target._schema.name)
         several = output if isinstance(output, tuple | list) else [output]
         shapes = [getattr(part, "shape", (part,)) for part in several if part is not None]
         if not all(isinstance(size, int) for shape in shapes for size in shape):

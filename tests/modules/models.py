@@ -23,7 +23,7 @@ def decoder(kind: str, layers: int, **sizes: Any) -> Model:
         "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
         "vocab_size": _VOCABULARY, "pad_token_id": 0, "use_cache": False,
     }  # fmt: skip
-    config = found.config_class(num_hidden_layers=layers, **usual, **sizes)
+    config = found.config_class(num_hidden_layers=layers, **{**usual, **sizes})
     tokens = words(4, 8)
     return found(config), {"input_ids": tokens, "labels": tokens}
 
@@ -125,6 +125,18 @@ def mixtral(layers: int, experts: str = "batched_mm") -> Model:
 def qwen_experts(layers: int) -> Model:
     sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
     return decoder("Qwen3Moe", layers, **sizes, experts_implementation="batched_mm")
+
+
+def in_groups(kind: str, width: int) -> Model:
+    """One layer whose experts are products of groups of rows: four experts of this width, two for each token."""
+    sizes = {"num_local_experts": 4} if kind == "Mixtral" else {"num_experts_per_tok": 2}
+    if kind == "GptOss":
+        sizes |= {"num_local_experts": 4, "sliding_window": 4, "intermediate_size": width}
+    elif kind == "Qwen3Moe":
+        sizes |= {"num_experts": 4, "moe_intermediate_size": width}
+    else:
+        sizes |= {"intermediate_size": width}
+    return decoder(kind, 1, **sizes, experts_implementation="grouped_mm")
 
 
 MODELS: Mapping[str, Callable[[int], Model]] = {

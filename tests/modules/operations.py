@@ -92,6 +92,7 @@ def _views() -> Mapping[str, Sample]:
         "repeat_interleave": (lambda x: x.repeat_interleave(3, 1) * 1, (x,)),
         "repeat": (lambda x: x.repeat(2, 1, 3, 1) * 1, (x,)),
         "slice": (lambda x: x[:, 1:4], (x,)),
+        "slice in turns": (lambda x: x[:, 1::3], (x,)),
         "select": (lambda x: x[:, 2], (x,)),
         "narrow": (lambda x: x.narrow(2, 1, 3), (x,)),
         "split": (lambda x: x.split(2, 1)[1], (x,)),
@@ -129,6 +130,10 @@ def _products() -> Mapping[str, Sample]:
             (*(n(*one) for one in heads), mask),
         ),
         "causal attention": attention((4, 3, 6, 8), (4, 3, 6, 8), (4, 3, 6, 5), is_causal=True),
+        "grouped_mm": (
+            lambda x, weights, ends: F.grouped_mm(x.bfloat16(), weights.bfloat16(), offs=ends),
+            (n(6, 16), n(3, 16, 32), torch.tensor([1, 3, 6], dtype=torch.int32)),
+        ),
         "attention in groups": attention((4, 6, 5, 8), (4, 3, 10, 8), (4, 3, 10, 7), enable_gqa=True),
     }  # fmt: skip
 
@@ -193,6 +198,7 @@ def _indexing() -> Mapping[str, Sample]:
         ),
         "scatter_add": (lambda x, i, y: x.scatter_add(1, i, y), (x, rows(4, 3, 8, below=6), n(4, 3, 8))),
         "index_add": (lambda x, i, y: x.index_add(1, i, y), (x, places, n(4, 5, 8))),
+        "index_put": (lambda x, i, y: x.index_put((i,), y), (x, torch.tensor([2, 0]), n(2, 6, 8))),
         "select_scatter": (lambda x, y: x.select_scatter(y, 1, 2), (x, n(4, 8))),
         "slice_scatter": (lambda x, y: x.slice_scatter(y, 1, 2, 5), (x, n(4, 3, 8))),
     }

@@ -124,7 +124,7 @@ _FLAT = "DTensor merges axes first, and cannot cut the inner one"
 _LONGER = "a part of the result is longer than that of the input, which the oracle does not try"
 MORE: Mapping[str, Mapping[str, str]] = {
     "probing": {
-        **dict.fromkeys(("view", "view apart", "view otherwise", "flatten", "unflatten"), _FACTOR),
+        **dict.fromkeys(("view", "view apart", "view otherwise", "flatten", "unflatten", "slice in turns"), _FACTOR),
         **dict.fromkeys(("mean of all", "mean of the first"), _COUNT),
         **dict.fromkeys(("binary_cross_entropy", "binary_cross_entropy_with_logits", "mse_loss"), _COUNT),
         **dict.fromkeys(("l1_loss", "smooth_l1_loss", "huber_loss"), _COUNT),
@@ -134,9 +134,10 @@ MORE: Mapping[str, Mapping[str, str]] = {
         "group_norm": _GROUPS,
         "repeat_interleave": _LONGER,
         "pow": "some of the oracle's numbers overflow",
+        "grouped_mm": "ends of groups that the oracle draws lie in no order",
     },
     "dtensor": {
-        **dict.fromkeys(("view", "view apart", "view otherwise", "flatten", "unflatten"), _FACTOR),
+        **dict.fromkeys(("view", "view apart", "view otherwise", "flatten", "unflatten", "slice in turns"), _FACTOR),
         **dict.fromkeys(("linear", "linear with bias", "matmul", "matmul of many", "einsum"), _FLAT),
         **dict.fromkeys(("matmul of a vector", "scaled_dot_product_attention"), _FLAT),
         **dict.fromkeys(("attention with a mask", "causal attention"), _FLAT),

@@ -24,6 +24,7 @@ _BY_RULE: Mapping[Rule, tuple[str, ...]] = {
     products.addmm: ("addmm", "baddbmm"),
     products.matmul: ("matmul", "bmm", "mm", "mv", "dot"),
     products.einsum: ("einsum",),
+    products.grouped: ("_grouped_mm", "transformers::grouped_mm_fallback"),  # for what torch's kernel does not take
     products.attention: ("scaled_dot_product_attention",),
     reductions.over: (
         "amax", "amin", "max", "min", "var", "std", "var_mean", "std_mean", "logsumexp", "softmax", "log_softmax",
@@ -54,7 +55,7 @@ _BY_RULE: Mapping[Rule, tuple[str, ...]] = {
     indexing.one_hot: ("one_hot",),
     indexing.take_rows: ("index_select", "index"),
     indexing.along: ("gather", "scatter", "scatter_add", "scatter_reduce"),
-    indexing.put: ("index_add",),
+    indexing.put: ("index_add", "index_put"),
     indexing.put_part: ("select_scatter", "slice_scatter"),
 }  # fmt: skip
 RULES: Mapping[str, Rule] = {name: rule for rule, names in _BY_RULE.items() for name in names}

@@ -47,6 +47,7 @@ _BY_ARGUMENTS = {
     "self mat1 mat2 beta alpha": "addmm",
     "self batch1 batch2 beta alpha": "baddbmm",
     "self mat2": "bmm mm",
+    "self mat2 offs": "_grouped_mm",
     "self vec": "mv",
     "self tensor": "dot",
     "equation tensors path": "einsum",
@@ -98,6 +99,7 @@ _BY_ARGUMENTS = {
     "value": "scatter",
     "include_self": "scatter_reduce",
     "self dim index source alpha": "index_add",
+    "self indices values accumulate": "index_put",
     "self src dim index": "select_scatter",
     "self src dim start end step": "slice_scatter",
 }  # fmt: skip

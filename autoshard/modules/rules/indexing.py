@@ -4,6 +4,7 @@ from autoshard.modules.dims import fresh
 from autoshard.modules.nodes import Node, argument
 from autoshard.modules.program import agreed
 from autoshard.modules.rules.reader import Reader
+from autoshard.modules.rules.unknown import unknown
 
 
 def embedding(reader: Reader, node: Node) -> None:
@@ -84,11 +85,24 @@ def put_part(reader: Reader, node: Node) -> None:
 
 
 def put(reader: Reader, node: Node) -> None:
-    """Add rows to the rows of these numbers along one axis, which is needed whole."""
+    """Add rows to the rows of these numbers along one axis, or put them there; the axis is needed whole."""
+    if node.target._opname == "index_put" and not _puts_rows(node):
+        unknown(reader, node)
+        return
     x, index, rows = reader.readings(node)
-    axis = argument(node, "dim") % len(x.positions)
+    axis = (argument(node, "dim") or 0) % len(x.positions)
     index.agree(0, rows.positions[axis])
     for place in range(len(x.positions)):
         if place != axis and rows.positions[place]:
             rows.agree(place, x.positions[place])
     reader.local(node, ([x, index, rows], x.positions), [x.positions[axis], rows.positions[axis]])
+
+
+def _puts_rows(node: Node) -> bool:
+    """Say whether it puts different tensors together: a row for each of several numbers along the first axis."""
+    x, indices, rows = node.args[:3]
+    index = indices[0].meta["val"] if len(indices) == 1 else None
+    return (
+        index is not None and index.dim() == 1 and index.element_size() >= 4 and len({x, *indices, rows}) == 3
+        and rows.meta["val"].shape == (*index.shape, *x.meta["val"].shape[1:])
+    )  # fmt: skip

@@ -1,17 +1,26 @@
-"""Rules of products: of matrices, of queries with keys."""
+"""Rules of products: of matrices, of rows with the matrices of their groups, of queries with keys."""
 
 import functools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
+import torch.nn.functional as F  # noqa: N812 (as torch's users call it)
 
 from autoshard.errors import InputError
-from autoshard.modules.dims import factors, fresh, size_of
-from autoshard.modules.nodes import Node, line_of
+from autoshard.modules.dims import Position, factors, fresh, size_of
+from autoshard.modules.nodes import Node, argument, line_of, tensors_of
 from autoshard.modules.program import Reading, TensorPlace, View
 from autoshard.modules.rules.reader import Reader
 from autoshard.modules.rules.unknown import unknown
+
+_GROUPED = {  # by the ranks of the operands: the names of their axes and of the result's, and the axis that has groups
+    (2, 3): (("row", "inner"), ("group", "inner", "column"), ("row", "column"), "row"),
+    (3, 2): (("group", "row", "inner"), ("inner", "column"), ("row", "column"), "column"),
+    (2, 2): (("row", "inner"), ("inner", "column"), ("group", "row", "column"), "inner"),
+}
+_ALIGNED_BYTES = 16  # lengths of rows that kernels of grouped products take; source: torch 2.13, GroupedMMUtils.h
+_BY_ROW = torch.contiguous_format
 
 
 def linear(reader: Reader, node: Node) -> None:
@@ -87,6 +96,20 @@ def _product(
     reader: Reader, node: Node, operands: Sequence[Node], names: Sequence[Sequence[str]], called: str = ""
 ) -> View | None:
     """Multiply two tensors whose axes have names; what the result lacks is summed. None where both are one tensor."""
+    first, second, positions = _paired(reader, operands, names)
+    if first.view.value is second.view.value and not second.renamed:
+        reader.whole(node)
+        return None
+    result_positions = [positions[name] for name in names[2]]
+    return reader.step(
+        node, ([first, second], result_positions), sort="product", name=called, arguments=() if called else None
+    )
+
+
+def _paired(
+    reader: Reader, operands: Sequence[Node], names: Sequence[Sequence[str]]
+) -> tuple[Reading, Reading, Mapping[str, Position]]:
+    """Return how a product reads two tensors whose axes have names, and the position of each name."""
     first, second = (Reading(view, list(view.positions)) for view in map(reader.view_of, operands))
     positions = dict(zip(names[0], first.positions, strict=True))
     for axis, name in enumerate(names[1]):
@@ -97,13 +120,61 @@ def _product(
         if name not in positions and {*first_dims} & {*factors(second.positions[axis])}:
             second.rename(axis)
         positions[name] = positions.get(name) or second.positions[axis]
+    return first, second, positions
+
+
+def grouped(reader: Reader, node: Node) -> None:
+    """Multiply rows, columns or inner numbers by the matrices of their groups, which offsets tell apart.
+
+    Offsets count all that has groups, so that this axis and the groups are needed whole.
+    """
+    *operands, offsets = tensors_of((node.args, node.kwargs))
+    if len(operands) < 2:  # without offsets each matrix is a group; or else one tensor is both operands
+        matmul(reader, node) if argument(node, "offs") is None else reader.whole(node)
+        return
+    *names, along = _GROUPED[operands[0].meta["val"].dim(), operands[1].meta["val"].dim()]
+    first, second, positions = _paired(reader, operands, names)
+    bounds = Reading(reader.view_of(offsets), list(reader.view_of(offsets).positions))
+    if "group" in positions:
+        bounds.agree(0, positions["group"])
+    positions = {"group": bounds.positions[0], **positions}
     if first.view.value is second.view.value and not second.renamed:
         reader.whole(node)
-        return None
-    result_positions = [positions[name] for name in names[2]]
-    return reader.step(
-        node, ([first, second], result_positions), sort="product", name=called, arguments=() if called else None
+        return
+    is_torch = node.target.namespace == "aten"
+    reader.step(
+        node,
+        ([first, second, bounds], [positions[name] for name in names[2]]),
+        whole=[positions["group"], positions[along]],
+        summed=[] if along == "inner" else [positions["inner"]],
+        sort="local" if along == "inner" else "sum",
+        products=[[positions[name] for name in ("row", "inner", "column")]],
+        function=aligned_product if is_torch else None,
+        arguments=(TensorPlace(0), TensorPlace(1), TensorPlace(2)) if is_torch else None,
     )
+
+
+def aligned_product(first: torch.Tensor, second: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """Multiply by groups, with zeros beside parts whose rows kernels do not take.
+
+    >>> x, weights, offsets = torch.ones(3, 5), torch.ones(2, 5, 7), torch.tensor([1, 3], dtype=torch.int32)
+    >>> aligned_product(x, weights, offsets).sum()
+    tensor(105.)
+    """
+    multiple = _ALIGNED_BYTES // first.element_size()
+    inner, columns = -first.shape[-1] % multiple, second.shape[-1]
+    kernel, beside = torch.ops.aten._grouped_mm, -columns % multiple
+    result = kernel(_aligned(first, (0, inner), multiple), _aligned(second, (0, beside, 0, inner), multiple), offsets)
+    return result.flatten().view(result.shape)[..., :columns]  # so that the gradient comes back side by side in memory
+
+
+def _aligned(matrices: torch.Tensor, zeros: Sequence[int], multiple: int) -> torch.Tensor:
+    """Return matrices with zeros beside them of which each row, or column, begins at a multiple of numbers."""
+    if any(zeros):
+        return F.pad(matrices, zeros)
+    by_column = matrices.mT.is_contiguous() and matrices.shape[-2] % multiple == 0
+    begins = matrices.storage_offset() % multiple == 0
+    return matrices if begins and (by_column or matrices.is_contiguous()) else matrices.clone(memory_format=_BY_ROW)
 
 
 def attention(reader: Reader, node: Node) -> None:

@@ -118,15 +118,18 @@ def sliced(reader: Reader, node: Node) -> None:
         return
     length, size = shape[axis], size_of(whole)
     start, _, steps = slice(argument(node, "start"), argument(node, "end"), argument(node, "step")).indices(size)
-    if reader.is_product(reading, axis) and length and not (size % length or start % length) and steps == 1:
-        parts, part = fresh(size // length), fresh(length)  # as queries, keys and values lie in one product
+    in_turns = length * steps == size and start < steps > 1  # as gates and what they scale lie in one product
+    beside = reader.is_product(reading, axis) and length and not (size % length or start % length) and steps == 1
+    if in_turns or beside:  # as queries, keys and values lie in one product
+        parts, part = fresh(size // length), fresh(length)
+        as_read = [part, parts] if in_turns else [parts, part]
         try:
-            unify(whole, (*parts, *part))
+            unify(whole, (*as_read[0], *as_read[1]))
         except (NotAligned, Collision):
             pass
         else:
-            reading.positions = [*rest[0], parts, part, *rest[1]]
-            chosen = (TensorPlace(0), axis, start // length)
+            reading.positions = [*rest[0], *as_read, *rest[1]]
+            chosen = (TensorPlace(0), axis + in_turns, start if in_turns else start // length)
             reader.local(
                 node, ([reading], [*rest[0], part, *rest[1]]), [parts], function=torch.select, arguments=chosen
             )

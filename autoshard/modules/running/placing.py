@@ -24,9 +24,29 @@ def resting(
 ) -> Layout:
     """Return the layout in which a parameter rests, from the layout in which the program uses it.
 
-    Ranks along the axes in ``rest`` hold a piece each, as far as DTensor's placements can say so.
+    Ranks along the axes in ``rest`` hold a piece each, as far as DTensor's placements can say so. Where placements
+    cannot say a cut, ranks along its axes hold pieces along another dim.
     """
-    return placeable(_in_pieces(used, rest, sizes, atoms), places[weight], sizes, atoms)
+    pieces, positions = _in_pieces(used, rest, sizes, atoms), places[weight]
+    said = placeable(pieces, positions, sizes, atoms)
+    return _elsewhere(said, _cutting(pieces) - _cutting(said), positions, sizes, atoms)
+
+
+def _cutting(layout: Layout) -> set[str]:
+    return {atom for _, cut in layout.dims for atom in cut}
+
+
+def _elsewhere(
+    layout: Layout, axes: set[str], positions: Positions, sizes: Mapping[str, int], atoms: Mapping[str, int]
+) -> Layout:
+    """Return a layout in which ranks along these axes hold plain slices of the first position that is whole."""
+    count, cuts = math.prod(atoms[axis] for axis in axes), layout.cuts
+    whole = (position for position in positions if position and not any(cuts.get(dim) for dim in position))
+    first = next((position[0] for position in whole if sizes[position[0]] % count == 0), None)
+    if not axes or first is None:
+        return layout
+    ordered = tuple(atom for atom in atoms if atom in axes)
+    return Layout(dims=tuple((dim, ordered if dim == first else cut) for dim, cut in layout.dims))
 
 
 def _in_pieces(used: Layout, rest: Sequence[str], sizes: Mapping[str, int], atoms: Mapping[str, int]) -> Layout:
