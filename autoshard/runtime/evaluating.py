@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from autoshard.errors import require
+from autoshard.errors import RunFailed, require
 from autoshard.plan.plan import Plan
 from autoshard.run.activity import RankActivity
 from autoshard.run.protocol import Evaluates
@@ -74,7 +74,10 @@ class Evaluator:
             counted = sum(int(np.count_nonzero(batch["token_weight"])) for batch in micro_batches)
             total, count = total + engine.evaluate(micro_batches) * counted, count + counted
         activity.begin(0)
-        loss = total / max(1, count)
+        if not count:
+            what = f"no token of the {self.num_steps * self.shape.num_samples} samples of eval.set counts in the loss"
+            raise RunFailed(f"{what}, so nothing judges step {state.step}. Read more samples, or sets with answers")
+        loss = total / count
         first = state.best_loss is None or state.judged_by != self.judges
         best = math.isfinite(loss) and (first or loss < (state.best_loss or 0.0))
         evaluated = EvaluatedStep(

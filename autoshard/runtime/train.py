@@ -204,6 +204,8 @@ class _Loop:
         activity.begin(0)
         if recorded := profile.write():
             self._say(f"step {number}: {recorded}")
+        if not any(batch["token_weight"].any() for batch in prepared.batches):
+            self._say(f"step {number} counts no token: none of its samples has an answer, so only weights decay")
         num_tokens = sum(batch["tokens"].size for batch in prepared.batches)
         self._state = replace(
             state, step=number, num_updates=state.num_updates + report.updated, next_sample=prepared.next_sample,

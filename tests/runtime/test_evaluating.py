@@ -4,10 +4,11 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from autoshard.cli import main
-from autoshard.errors import InputError
+from autoshard.errors import InputError, RunFailed
 from autoshard.plan.codec import load
 from autoshard.run.activity import RankActivity
 from autoshard.run.reports import EvaluatedStep
@@ -100,6 +101,21 @@ def test_masked_tokens_weigh_nothing(sets, monkeypatch):
     result, _ = evaluator.judged(Falling([1.0, 10.0]), RunState(step=1), RankActivity())
     whole, few = 4 * plan.workload.seq_len, 4
     assert result.loss == pytest.approx((1.0 * whole + 10.0 * few) / (whole + few))
+
+
+def test_samples_of_which_no_token_counts_judge_nothing(sets):
+    """A loss of 0 would be the best for good."""
+    evaluator = Evaluator.of(plan_of("tp=1,pp=1,dp=1", vocab=257), Training(**judged(sets, samples=8)))
+    real = evaluator.source.samples
+
+    class Unanswered:
+        def samples(self, first, count):
+            found = real(first, count)
+            return replace(found, counted=np.zeros_like(found.counted))
+
+    evaluator = replace(evaluator, source=Unanswered())
+    with pytest.raises(RunFailed, match=r"no token of the 8 samples of eval.set counts"):
+        evaluator.judged(Falling([0.0, 0.0]), RunState(step=1), RankActivity())
 
 
 @pytest.mark.slow

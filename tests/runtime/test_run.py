@@ -34,6 +34,21 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str, code: int = 2) -> l
 
 
 @pytest.mark.ranks
+@pytest.mark.slow
+def test_a_step_without_an_answer_says_so_and_lines_to_type_are_quoted(capsys: pytest.CaptureFixture[str]) -> None:
+    answered = [{"role": "user", "content": "x" * 40}, {"role": "assistant", "content": "yes"}]
+    lines = [json.dumps({"messages": talk}) for talk in (*([answered[:1]] * 60), answered)]
+    Path("chat.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    assert main(["tokenize", "chat.jsonl", "--chat", "--tokenizer", "bytes", "--out", "sft"]) == 0
+    assert main([*PLAN, "--seq-len", "64"]) == 0
+    run = ["run", "plan.json", "--steps", "3", "--data.set", "sft=1", "--data.loss-on", "answers", "--out", "a b/c"]
+    assert main(run) == 0
+    said = capsys.readouterr().out
+    assert "counts no token: none of its samples has an answer" in said
+    assert "next: autoshard generate 'a b/c' --prompt" in said and "autoshard calibrate 'a b' " in said
+
+
+@pytest.mark.ranks
 def test_plan_then_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*PLAN]) == 0
     capsys.readouterr()

@@ -63,7 +63,7 @@ def batches(source: SampleSource, first_sample: int, shape: StepShape) -> tuple[
     """Return the micro-batches of the step that begins with this sample.
 
     All counted tokens of the step weigh the same, and together one: a mean of the means of micro-batches would favour
-    those that count few. A step without any counted label weighs nothing, so its loss is zero.
+    those that count few. A step without any counted label weighs nothing, so its loss and its gradients are zero.
     """
     samples = source.samples(first_sample, shape.num_samples)
     along = np.arange(samples.counted.shape[1])

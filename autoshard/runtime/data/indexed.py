@@ -241,7 +241,7 @@ class IndexedWriter:
     """
 
     def __init__(self, prefix: Path, vocab: int, *, masked: bool = False) -> None:
-        self.prefix, self.num_tokens = prefix, 0
+        self.prefix, self.num_tokens, self.num_answers = prefix, 0, 0
         self._dtype = np.dtype(dtype_of(vocab))
         self._lengths = array("i")
         self._bin = sibling_file(prefix, ".bin").open("wb")
@@ -269,6 +269,7 @@ class IndexedWriter:
             self._mask.write(np.array(answers, np.uint8).tobytes())
         self._lengths.append(len(document))
         self.num_tokens += len(document)
+        self.num_answers += sum(answers)
 
     def close(self) -> tuple[Path, ...]:
         """Write the index, see all files onto the disk, and return them; nothing is left of a set without documents."""

@@ -73,6 +73,7 @@ class Manifest:
     num_tokens: int
     num_documents: int
     num_empty: int  # documents without text, which are left out
+    num_answers: int | None = None  # tokens of answers; None of text, and of sets of older releases
     files: tuple[FileRecord, ...]
 
     def __post_init__(self) -> None:
@@ -204,6 +205,9 @@ class _Opener:
         folder = Path(name)
         manifest = read_manifest(folder / NAME)
         made_by, faults = manifest.tokenizer, list(missing_or_resized(folder, manifest.files))
+        if self.spec.loss_on == "answers" and manifest.num_answers == 0:
+            unanswered = "no token of its conversations is an answer. Give conversations with messages of an assistant"
+            faults.append(Fault(where=str(folder / NAME), message=unanswered))
         if made_by.vocab > self.vocab:
             what = f"tokens of {made_by.name} go to {made_by.vocab - 1}, those of the model to {self.vocab - 1}"
             remedy = "Tokenize with the model's own tokenizer, or train a model with at least"

@@ -70,6 +70,7 @@ class PieceRecord:
     num_tokens: int
     num_documents: int
     num_empty: int
+    num_answers: int
     files: tuple[FileRecord, ...]
 
 
@@ -126,6 +127,7 @@ def tokenize(work: Work, out: Path, num_workers: int, say: Callable[[TokenizingP
             num_tokens=sum(piece_record.num_tokens for piece_record in records),
             num_documents=sum(piece_record.num_documents for piece_record in records),
             num_empty=sum(piece_record.num_empty for piece_record in records),
+            num_answers=sum(piece_record.num_answers for piece_record in records) if work.kind == "chat" else None,
             files=tuple(file for piece_record in records for file in piece_record.files),
         )
         write_record(manifest, out / NAME)
@@ -265,6 +267,7 @@ def _make(piece: _WorkPiece) -> PieceRecord:
         num_tokens=writer.num_tokens,
         num_documents=writer.num_documents,
         num_empty=num_empty,
+        num_answers=writer.num_answers,
         files=files,
     )
     write_record(done, sibling_file(piece.prefix, _DONE))

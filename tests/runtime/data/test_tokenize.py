@@ -8,12 +8,13 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
 
 from autoshard.cli import main
+from autoshard.errors import InputError
 from autoshard.runtime.data import documents
 from autoshard.runtime.data.opened import NAME, open_source, read_manifest
 from autoshard.spec.training import DataSpec
@@ -97,6 +98,17 @@ def test_conversations_get_a_mask(tmp_path: Path, capsys) -> None:
     samples = open_source(spec, seq_len=80, vocab=512, seed=0, separate=True).samples(0, 9)
     counted = bytes(samples.tokens[:, 1:][samples.counted].tolist()).decode()
     assert sorted(counted.split("<|im_end|>\n")) == ["", *(f"{n}!" for n in range(9))]
+    assert read_manifest(out / NAME).num_answers == samples.counted.sum()
+
+
+def test_conversations_without_an_answer_train_nothing(tmp_path: Path, capsys) -> None:
+    source = write_jsonl(tmp_path / "chat.jsonl", [[{"role": "user", "content": "?"}]] * 3, field="messages")
+    out = tokenized(source, tmp_path / "out", "--chat")
+    assert ", 0 of them tokens of answers, tokens of bytes" in capsys.readouterr().out
+    for loss_on in ("all", "answers"):
+        spec = DataSpec(sets={str(out): 1}, loss_on=loss_on)
+        with nullcontext() if loss_on == "all" else pytest.raises(InputError, match="no token of its conversations"):
+            open_source(spec, seq_len=80, vocab=512, seed=0, separate=True)
 
 
 def test_a_tokenizer_of_the_library_gives_the_tokens_of_its_own_batches(tmp_path: Path) -> None:
