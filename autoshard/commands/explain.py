@@ -71,16 +71,19 @@ def explain(
             text = trace_text(read.plan, timeline_of(read.plan), measured=measured)
         write_text(text, trace, "--trace")
     pricing = constants or calibration_of(read.plan)
-    code = 0
+    code, notes = 0, [read.remark] if read.remark and not constants else []
     if why_not is None:
-        explanation, rivals = explained(read.plan), alternatives(read.plan, pricing)
-        show = explanation_json if json else explanation_sheets
-        print_answer(show(read.plan, explanation, rivals, rank_times(read.plan)))
+        explained_plan = read.plan, explained(read.plan), alternatives(read.plan, pricing), rank_times(read.plan)
+        print_answer(
+            {**explanation_json(*explained_plan), "notes": notes} if json else explanation_sheets(*explained_plan)
+        )
     else:
         answer = compared(read.plan, why_not, pricing)
-        figures = why_not_json(read.plan, answer)
+        figures = {**why_not_json(read.plan, answer), "notes": notes}
         print_answer(figures if json else why_not_sheets(read.plan, answer, Node(figures)))
         code = 0 if answer.fits else 1
+    if not json:
+        print(*(f"\nnote: {note}" for note in notes), sep="", end="\n" if notes else "")
     if trace and not json:
         print(f"wrote {trace}; open it at https://ui.perfetto.dev")
     return code

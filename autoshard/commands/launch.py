@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from shutil import which
 
@@ -59,6 +60,7 @@ def launch(
     checked = check_plan(plan_of(plan, question, nodes), to_run=True)
     if checked.rejections:
         return print_refused(checked.rejections, json=json)
+    edited = [checked.remark] if checked.remark else []
     job_name = name or default_name(checked.plan)
     run = run_folder or (job_name if place.volume else "run")
     run = run if "://" in run or not place.volume else str(Path(place.volume) / run)
@@ -80,9 +82,9 @@ def launch(
             raise RunFailed(f"bash {out / SUBMIT} ended with exit code {done.returncode}; no further job was submitted")
     if json:
         print_answer({"folder": str(out), "files": list(files.texts), "name": job.name, "plan": job.hash,
-                      "stopping_s": job.stopping_s, "notes": list(remarks(job))})  # fmt: skip
+                      "stopping_s": job.stopping_s, "notes": [*edited, *remarks(job)]})  # fmt: skip
     elif not submit:
-        print(_summary(job, files, out))
+        print(_summary(job, files, out, edited))
     return 0
 
 
@@ -108,8 +110,8 @@ def _write(files: Files, out: Path, plan: Plan) -> None:
             replace_text(out / name, text)
 
 
-def _summary(job: Job, files: Files, out: Path) -> str:
-    """Return the list of files and the next command."""
+def _summary(job: Job, files: Files, out: Path, edited: Sequence[str]) -> str:
+    """Return the list of files, what became of the plan's numbers, and the next command."""
     prediction = job.plan.prediction
     assert prediction, "a checked plan has one"
     steps, folder = job.training.steps, word(str(out))
@@ -118,7 +120,7 @@ def _summary(job: Job, files: Files, out: Path) -> str:
     lines = [
         f"wrote {out}: {', '.join(files.texts)}",
         f"predicted: {took}",
-        *(f"note: {remark}" for remark in remarks(job)),
+        *(f"note: {remark}" for remark in (*edited, *remarks(job))),
     ]
     if files.submitter:
         return "\n".join([*lines, f"next: bash {folder}/{SUBMIT}"])

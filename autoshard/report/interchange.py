@@ -118,8 +118,8 @@ def _reading_notes(unread: Sequence[str], num_harmless: int) -> Iterator[Cell]:
     yield Words(f"{counted(num_harmless, 'key')} of the file without effect on the time or memory of a step", "soft")
 
 
-def export_json(answer: ExportAnswer, out: str) -> dict[str, Any]:
-    """Return everything that is said of an export, with the text of the file."""
+def export_json(answer: ExportAnswer, out: str, remark: str) -> dict[str, Any]:
+    """Return everything that is said of an export, with the text of the file, and what became of the plan's numbers."""
     return {
         "program": answer.program.title,
         "file": out,
@@ -132,6 +132,7 @@ def export_json(answer: ExportAnswer, out: str) -> dict[str, Any]:
         "no_price": answer.unpriced,
         "ratio": answer.ratio and encode(answer.ratio),
         "rejections": [rejection_json(reason) for reason in answer.refused],
+        "notes": [remark] if remark else [],
     }
 
 

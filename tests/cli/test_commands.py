@@ -275,6 +275,26 @@ def test_verify_finds_what_was_edited(
     assert words in " ".join((out or err).split()) and ("edited" in out) == ("edited" in words)
 
 
+READERS = ("verify {}", "explain {}", "explain {} --why-not tp=8,mbs=2", "launch {} --scheduler slurm --out {}-job",
+           "export {} --to nxdt --out {}.yaml", "compare {} {}")  # fmt: skip
+
+
+@pytest.mark.parametrize("line", READERS)
+def test_every_command_that_reads_a_plan_says_what_was_edited_and_refuses_lines_of_its_table(
+    line: str, plan_text: str, typed: Typed
+):
+    faster, wrong = json.loads(plan_text), json.loads(plan_text)
+    faster["workload"]["seq_len"] = 128
+    wrong["strategies"]["layer"]["attn_out"] = "rubbish"
+    for name, data in (("whole", json.loads(plan_text)), ("faster", faster), ("wrong", wrong)):
+        Path(name).write_text(json.dumps(data))
+    assert "edited" not in typed(line.replace("{}", "whole"))[1]
+    code, out, err = typed(line.replace("{}", "faster"))
+    assert (code, err) == (0, "") and "the plan was edited after it was made" in " ".join(out.split())
+    code, out, err = typed(line.replace("{}", "wrong"))
+    assert code in (1, 2) and "attn_out" in (out or err)
+
+
 @pytest.mark.parametrize(
     ("line", "code", "keys"),
     [

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Literal
 
 from autoshard.command_line.options import DEFAULT_PLAN
-from autoshard.commands.output import print_answer, write_text
+from autoshard.commands.output import print_answer, print_refused, write_text
 from autoshard.commands.writing.places import place_checks
 from autoshard.cost.predict import check_plan
 from autoshard.errors import require
@@ -50,12 +50,15 @@ def export(
         (not unsayable, str(plan), f"{program.title} has no key for {unsayable} of {read.model.name}. Choose another"),
         (read.engine == program.engine, f"--to {to}", f"{program.title} does not run on {read.cluster.name}. {advice}"),
     )
-    answer = exported(check_plan(read).plan, program)
+    checked = check_plan(read)
+    if misfits := [reason for reason in checked.rejections if reason.rule_id != "memory"]:
+        return print_refused(misfits, json=json)
+    answer = exported(checked.plan, program)
     differs = target.is_file() and target.read_text(encoding="utf-8", errors="replace") != answer.text
     require((force or not differs, f"--out {target}", "holds something else, and is kept. Type --force to replace it"))
     write_text(answer.text, target)
-    figures = export_json(answer, str(target))
+    figures = export_json(answer, str(target), checked.remark)
     print_answer(figures if json else export_sheets(answer, Node(figures)))
     if not json:
-        print(f"wrote {target}")
+        print(f"note: {checked.remark}\n" if checked.remark else "", f"wrote {target}", sep="")
     return 1 if answer.refused else 0

@@ -16,6 +16,7 @@ from autoshard.commands.output import print_answer, write_text
 from autoshard.commands.running.steps import StepDisplay
 from autoshard.errors import InputError, NotFinite, RunFailed, Stopped, require
 from autoshard.files import append_line, remove_asides, replace_text
+from autoshard.jobs.quoting import word
 from autoshard.plan.codec import dump
 from autoshard.plan.plan import Plan
 from autoshard.report.run import ending_lines, run_json, run_sheet, start_lines
@@ -303,9 +304,9 @@ def _conclude(execution: Execution, report: RunReport, display: RunDisplay) -> i
         print(f"\nwrote {folder}: plan.json, metrics.jsonl, measured.jsonl, report.json, checkpoints")
         clusters = f"--cluster {execution.platform} --out {execution.platform}.json"
         if place_of(folder, training.checkpoint.to) == place_of(folder, None) and training.data.sets:
-            print(f'next: autoshard generate {folder} --prompt "..."')
-        print(f"next: autoshard validate {rows}")
-        print(f"or, after 3 runs of 2 layouts: autoshard calibrate {folder.parent} {clusters}")
+            print(f'next: autoshard generate {word(str(folder))} --prompt "..."')
+        print(f"next: autoshard validate {word(str(rows))}")
+        print(f"or, after 3 runs of 2 layouts: autoshard calibrate {word(str(folder.parent))} {clusters}")
     else:
         print(_without_steps(training.steps, stopped_by=report.signal))
     if failures:
