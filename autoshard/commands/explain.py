@@ -73,10 +73,8 @@ def explain(
     pricing = constants or calibration_of(read.plan)
     code, notes = 0, [read.remark] if read.remark and not constants else []
     if why_not is None:
-        explained_plan = read.plan, explained(read.plan), alternatives(read.plan, pricing), rank_times(read.plan)
-        print_answer(
-            {**explanation_json(*explained_plan), "notes": notes} if json else explanation_sheets(*explained_plan)
-        )
+        parts = read.plan, explained(read.plan), alternatives(read.plan, pricing), rank_times(read.plan)
+        print_answer({**explanation_json(*parts), "notes": notes} if json else explanation_sheets(*parts))
     else:
         answer = compared(read.plan, why_not, pricing)
         figures = {**why_not_json(read.plan, answer), "notes": notes}

@@ -81,7 +81,8 @@ def _summary(manifest: Manifest, out: Path) -> str:
     counts = f"{manifest.num_documents:,} documents, {manifest.num_tokens:,} tokens, {size}"
     answers = "" if manifest.num_answers is None else f", {manifest.num_answers:,} of them tokens of answers"
     empty = f"\n{manifest.num_empty:,} documents without text were left out" if manifest.num_empty else ""
-    return f"{out}: {counts}{answers}, tokens of {manifest.tokenizer.name} (vocabulary {manifest.tokenizer.vocab:,}){empty}"
+    made_by = f"tokens of {manifest.tokenizer.name} (vocabulary {manifest.tokenizer.vocab:,})"
+    return f"{out}: {counts}{answers}, {made_by}{empty}"
 
 
 def named_tokenizer(text: str, eos: str | None, bos: str | None, template: Path | None) -> TokenizerSpec:

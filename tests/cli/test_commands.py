@@ -81,7 +81,10 @@ WRONG = [
     (f"{LOCAL} --nodes 1,x --ranks a --engine x", ["--nodes: expected a whole", "--ranks: exp", "Known: any, nxd"]),
     (f"{LOCAL} --seq-len -4 --global-batch 0", ["--seq-len: must be at least 1", "--global-batch: must be at least 1"]),
     (f"{TRN1} --release x", ["--release: must be a number such as 2.24, not 'x'"]),
-    (f"{TRN1} --cluster h100-80 --release 2.16", ["--release: the rows of h100-80 under any program name no releases"]),
+    (
+        f"{TRN1} --cluster h100-80 --release 2.16",
+        ["--release: the rows of h100-80 under autoshard, torch engine name no releases"],
+    ),
     (f"{TRN1} --expert-imbalance -1", ["--expert-imbalance: must be at least 0"]),
     (f"{LOCAL} --seq-len= --top 0", ["--seq-len: must not be empty"]),
     (f"{LOCAL} --precision fp8", ["--precision: 'fp8' is not a precision. Known: bf16, bf16-sr, fp16, fp32"]),
