@@ -72,6 +72,7 @@ def forget_surroundings() -> None:
     for name in list(os.environ):
         if name in OBEYED or name.startswith(SCHEDULERS):
             del os.environ[name]
+    os.environ["AUTOSHARD_CACHE"] = ""  # what runs teach is not kept, so that a plan does not depend on other tests
     os.environ["TZ"] = "UTC"
     time.tzset()
     os.umask(UMASK)

@@ -14,6 +14,7 @@ from autoshard.errors import Fault, InputError, require
 from autoshard.spec.cluster_catalogue import load_node_type
 
 _LEAST_ROWS = 3
+_WIDEST = 0.95  # an interval that files may state
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,10 +92,15 @@ def samples_in(path: Path, cluster: str, date: str | None = None) -> FitSamples:
     return FitSamples(samples=timed.samples, newest=newest, left_out=(*left_out, *wrong), suspected=frozenset(named))
 
 
-def fit(fit_samples: FitSamples, name: str) -> Calibration:
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def fit(fit_samples: FitSamples, name: str, least_interval: float | None = None) -> Calibration:
     """Fit the constants of a cluster to its runs, and say what they rest on.
 
-    The fit starts from what would be known without the rows, and is pulled to it.
+    The fit starts from what would be known without the rows, and is pulled to it. Rows that it does not describe are
+    refused, unless its interval is to be this wide at least.
     """
     samples, runs = fit_samples.samples, [sample.run for sample in fit_samples.samples]
     prior = prior_of(runs, [sample.id for sample in samples])
@@ -102,9 +108,11 @@ def fit(fit_samples: FitSamples, name: str) -> Calibration:
     rests_on, constants, interval = result.fit, result.constants, result.interval
     off = rests_on.left_out_mape
     far_off = f"rows are {off:.0%} off when they are left out: the cost model does not describe them"
-    require((max(interval, off) < 1, "interval", f"{far_off}, and no constants make it"))
+    require((max(interval, off) < 1 or least_interval is not None, "interval", f"{far_off}, and no constants make it"))
+    interval = min(max(interval, least_interval), _WIDEST) if least_interval else interval
     newest, software = fit_samples.newest, constants.software
-    rows = f"{len(samples)} rows of {', '.join(sorted({run.cluster.name for run in runs}))}"
+    count, layouts = _counted(len(samples), "row"), _counted(rests_on.num_layouts, "layout")
+    rows = f"{count} of {', '.join(sorted({run.cluster.name for run in runs}))}"
     newest += f", release {software.releases[-1]}" if software and software.releases else ""
     within = f"{result.inside:.0%} of rows are within it when their {rests_on.left_out_by} is left out of the fit"
     fitted_to = f"fitted to {rows}, from {prior.centre.name}"
@@ -114,7 +122,7 @@ def fit(fit_samples: FitSamples, name: str) -> Calibration:
         interval=interval,
         seen=result.seen,
         best_mfu=result.best_mfu,
-        basis=f"calibrated on {rows} ({rests_on.num_layouts} layouts, newest {newest}): mean error "
+        basis=f"calibrated on {rows} ({layouts}, newest {newest}): mean error "
         f"{rests_on.in_sample_mape:.1%}, {off:.1%} where the {rests_on.left_out_by} is left out; nominal 80% interval "
         f"of a factor of {1 + interval:.2f} either way, which holds {result.inside:.0%} of those",
         fit=rests_on,

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from autoshard.command_line.options import Counts, is_recipe
 from autoshard.commands.output import print_answer, print_notes
 from autoshard.commands.progress import StatusLine, Watcher, watching
+from autoshard.commands.writing.here import on_this_machine
 from autoshard.commands.writing.machines import compare_machines, sized
 from autoshard.commands.writing.modes import idle_options
 from autoshard.commands.writing.places import place_checks
@@ -146,7 +147,7 @@ def plan(
         return _answer_again(like, request_like(like, question, nodes), options, to, selection)
     if several or to.deadline or to.budget:
         return _of_machines(question, options, to, nodes, selection)
-    request, *larger = options.requests(question, nodes, module)
+    request, *larger = options.requests(on_this_machine(question), nodes, module)
     if pareto:
         return _frontier([request, *larger], options, to)
     coded = partial(_with_code, module=module)

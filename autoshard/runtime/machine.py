@@ -1,7 +1,7 @@
 """What this machine has for a plan: engines, devices, memory; a plan is refused for what it lacks."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
@@ -27,6 +27,18 @@ _REMEDY = (
     "On a Trainium machine type: pip install --extra-index-url https://pip.repos.neuron.amazonaws.com "
     "'autoshard[neuron]'. To try a small plan of the same shape here, type --rehearse 8"
 )
+
+
+def user_folder(environment: Mapping[str, str] = os.environ) -> Path | None:
+    """Return where what runs teach about this machine is kept; None if ``AUTOSHARD_CACHE`` is empty.
+
+    >>> user_folder({"XDG_CACHE_HOME": "cache"}), user_folder({"AUTOSHARD_CACHE": ""})
+    (PosixPath('cache/autoshard'), None)
+    """
+    named = environment.get("AUTOSHARD_CACHE")
+    if named is not None:
+        return Path(named).absolute() if named else None
+    return Path(environment.get("XDG_CACHE_HOME") or Path(environment.get("HOME") or ".") / ".cache") / "autoshard"
 
 
 def builder(engine: Engine = "torch", *, of_code: bool = False) -> Builds:

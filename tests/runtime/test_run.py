@@ -35,6 +35,29 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str, code: int = 2) -> l
 
 @pytest.mark.ranks
 @pytest.mark.slow
+def test_the_first_run_measures_this_machine_and_the_next_one_knows_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AUTOSHARD_CACHE", str(tmp_path / "cache"))
+    assert main([*PLAN]) == 0
+    capsys.readouterr()
+    for number, out in enumerate(("first", "second")):
+        assert main(["run", "plan.json", "--steps", "4", "--out", out]) == 0
+        said = capsys.readouterr()
+        assert ("measuring this machine, once" in said.err) == (number == 0)
+        assert f"calibrated on {number + 2} rows of local" in said.err and "prediction: " in said.out
+        planned, ran = load(Path("plan.json")), load(Path(out) / "plan.json")
+        assert planned.candidate == ran.candidate and planned.strategies == ran.strategies
+        assert ran.provenance["calibration"].startswith("this machine (")
+    assert len((tmp_path / "cache" / "local.jsonl").read_text("utf-8").splitlines()) == 3
+    assert main([*PLAN, "--calibration", str(tmp_path / "cache" / "local.json"), "--force"]) == 0
+    of_user = load(Path("plan.json")).provenance["calibration"]
+    assert main(["run", "plan.json", "--steps", "4", "--out", "third"]) == 0
+    assert load(Path("third") / "plan.json").provenance["calibration"] == of_user, "constants of users stay"
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
 def test_a_step_without_an_answer_says_so_and_lines_to_type_are_quoted(capsys: pytest.CaptureFixture[str]) -> None:
     answered = [{"role": "user", "content": "x" * 40}, {"role": "assistant", "content": "yes"}]
     lines = [json.dumps({"messages": talk}) for talk in (*([answered[:1]] * 60), answered)]

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields, replace
 from autoshard.command_line.options import Counts
 from autoshard.command_line.reading import read_options
 from autoshard.commands.plan import SearchOptions, num_searched, selection_checks
+from autoshard.commands.writing.here import on_this_machine
 from autoshard.commands.writing.target import token_total
 from autoshard.errors import InputError, inside, require
 from autoshard.search.bound.request import Request
@@ -96,7 +97,7 @@ def read_question(words: list[str]) -> PaneQuestion:
     )
     with inside(""):
         total = token_total(tokens) if tokens is not None else None
-    (request,) = options.requests(question, nodes)
+    (request,) = options.requests(on_this_machine(question), nodes)
     return PaneQuestion(
         request=request, options=options, num_plans=num_searched(choose, top), choose=choose, total_tokens=total
     )

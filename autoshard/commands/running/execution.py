@@ -6,6 +6,7 @@ import json as json_text
 import secrets
 import signal
 import socket
+import sys
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any, Literal
 from autoshard.calibration.rows import Occasion, row_of
 from autoshard.commands.output import print_answer, write_text
 from autoshard.commands.running.steps import StepDisplay
+from autoshard.commands.running.teaching import predicted_here, taught
 from autoshard.errors import InputError, NotFinite, RunFailed, Stopped, require
 from autoshard.files import append_line, remove_asides, replace_text
 from autoshard.jobs.quoting import word
@@ -110,6 +112,9 @@ def execute(execution: Execution, launched: GivenRank | None) -> int:
         refuse_evaluation(execution.plan, training, execution.engine)
         norms = f"{execution.engine} notes no norms by group; the torch engine does. Leave track.norms out"
         require((execution.engine == "torch" or training.track.norms is None, "track.norms", norms))
+        if launched is None and not execution.tried and execution.platform == LOCAL:  # ranks of torchrun read one plan
+            here, notes = predicted_here(execution.plan)
+            execution = replace(execution, plan=here, notes=(*execution.notes, *notes))
         _begin(execution, launched)
         display = RunDisplay(execution)
         report = _with_restarts(execution, launched, build, display)
@@ -285,9 +290,9 @@ def _conclude(execution: Execution, report: RunReport, display: RunDisplay) -> i
         if failure
     ]
     rows, training = folder / "measured.jsonl", execution.run.training
+    row = _measured_row(execution, report) if report.steps else ""
     try:  # a failure is reported at the end, after the tables
         if report.steps:
-            row = _measured_row(execution, report)
             append_line(rows, row)
             replace_text(folder / REPORT, json_text.dumps(run_json(plan, report)) + "\n")
         note_end(folder, signal.Signals(report.signal).name if report.signal else "")
@@ -309,12 +314,21 @@ def _conclude(execution: Execution, report: RunReport, display: RunDisplay) -> i
         print(f"or, after 3 runs of 2 layouts: autoshard calibrate {word(str(folder.parent))} {clusters}")
     else:
         print(_without_steps(training.steps, stopped_by=report.signal))
+    if report.steps:
+        _teach(execution, report, row)
     if failures:
         raise RunFailed("\n".join(failures))
     if report.signal:
         name = signal.Signals(report.signal).name
         raise KeyboardInterrupt if report.signal == signal.SIGINT else Stopped(name, report.signal)
     return 0
+
+
+def _teach(execution: Execution, report: RunReport, row: str) -> None:
+    """Let plans for this machine know what a run on it has taken."""
+    if report.kind == "run" and not execution.tried and execution.platform == LOCAL:
+        for note in taught(row):
+            print(f"note: {note}", file=sys.stderr)
 
 
 def _without_steps(num_steps: int, stopped_by: int) -> str:
