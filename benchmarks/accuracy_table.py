@@ -19,7 +19,7 @@ from autoshard.calibration.validate import Accuracy, Compared, SetAccuracy, Vali
 from autoshard.cost.built_in import built_in
 from autoshard.cost.calibration import Calibration, Fit
 from autoshard.report.validation import groups_words, regret_words
-from autoshard.spec.cluster_catalogue import cluster_names
+from autoshard.spec.cluster_catalogue import cluster_names, load_node_type
 from benchmarks.pages import ROOT, head, line, table_in, with_table
 
 _COMMAND = "accuracy"
@@ -163,7 +163,9 @@ def _others(columns: Sequence[str], found: PredictedSets) -> list[str]:
 
 
 def _calibrations() -> list[Calibration]:
-    found = {built_in(name).name: built_in(name) for name in cluster_names()}
+    """Return the constants of whole platforms; those of programs on GPUs have a table of departures."""
+    platforms = (name for name in cluster_names() if load_node_type(name).engine == "nxd")
+    found = {built_in(name).name: built_in(name) for name in platforms}
     return [found[name] for name in sorted(found)]
 
 
