@@ -46,13 +46,14 @@ def explain(plan: PlanLike, *, why_not: Mapping[str, Any] | str | None = None) -
     from autoshard.search.ask.what_if import alternatives, why_not as best_of
     from autoshard.spec.recipe import Pins
 
-    read = _checked(plan).plan
+    checked = _checked(plan)
+    read, notes = checked.plan, [checked.remark] if checked.remark else []
     constants, times = calibration_of(read), rank_times(read)
     if why_not is None:
         parts = read, explained(read), alternatives(read, constants), times
-        return Account(tuple(explanation_sheets(*parts)), explanation_json(*parts))
+        return Account(tuple(explanation_sheets(*parts)), explanation_json(*parts, notes))
     answer = best_of(read, Pins(why_not if isinstance(why_not, str) else pins_text(why_not)), constants)
-    data = why_not_json(read, answer)
+    data = why_not_json(read, answer, notes)
     return Account(tuple(why_not_sheets(read, answer, Node(data))), data)
 
 
@@ -165,11 +166,12 @@ def export(plan: PlanLike, to: str) -> Account:
 
     programs = {program.name: program for program in PROGRAMS if program.name in get_args(ExportName)}
     require((to in programs, "to", f"{to!r} is not known. {nearest(to, tuple(programs))}"))
-    read, program = _checked(plan).plan, programs[to]
+    checked, program = _checked(plan), programs[to]
+    read = checked.plan
     right_engine = read.engine == program.engine
     require((right_engine, "to", f"{program.title} does not run on {read.cluster.name}, which the plan is for"))
     answer = exported(read, program)
-    data = export_json(answer, "")
+    data = export_json(answer, "", checked.remark)
     return Account(tuple(export_sheets(answer, Node(data))), data)
 
 

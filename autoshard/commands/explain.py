@@ -74,10 +74,10 @@ def explain(
     code, notes = 0, [read.remark] if read.remark and not constants else []
     if why_not is None:
         parts = read.plan, explained(read.plan), alternatives(read.plan, pricing), rank_times(read.plan)
-        print_answer({**explanation_json(*parts), "notes": notes} if json else explanation_sheets(*parts))
+        print_answer(explanation_json(*parts, notes) if json else explanation_sheets(*parts))
     else:
         answer = compared(read.plan, why_not, pricing)
-        figures = {**why_not_json(read.plan, answer), "notes": notes}
+        figures = why_not_json(read.plan, answer, notes)
         print_answer(figures if json else why_not_sheets(read.plan, answer, Node(figures)))
         code = 0 if answer.fits else 1
     if not json:

@@ -81,7 +81,11 @@ def rejection_json(rejection: Rejection) -> dict[str, str]:
 
 
 def explanation_json(
-    plan: Plan, explanation: Explanation, alternatives: Alternatives, times: Sequence[RankTime] = ()
+    plan: Plan,
+    explanation: Explanation,
+    alternatives: Alternatives,
+    times: Sequence[RankTime] = (),
+    notes: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Return the explained blocks of a plan, its prediction and cost, and the next best plans."""
     return {
@@ -91,6 +95,7 @@ def explanation_json(
         "unlimited_s": alternatives.unlimited_s,
         "certificate": encode(alternatives.certificate),
         "runners_up": list(map(_brief_json, alternatives.rivals)),
+        "notes": list(notes),
     }
 
 
@@ -117,7 +122,7 @@ def comparison_json(diff: Diff, remarks: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def why_not_json(plan: Plan, answer: WhyNot) -> dict[str, Any]:
+def why_not_json(plan: Plan, answer: WhyNot, notes: Sequence[str] = ()) -> dict[str, Any]:
     """Return the answer to --why-not."""
     figures = {name: value for name, value in encode(answer).items() if name != "rival"}
     return {
@@ -125,4 +130,5 @@ def why_not_json(plan: Plan, answer: WhyNot) -> dict[str, Any]:
         "other": answer.rival and _brief_json(answer.rival),
         "difference": answer.rival and comparison_json(compared(plan, answer.rival), ()),
         "flips": [{**encode(flip), "factor": flip.factor} for flip in answer.flips],
+        "notes": list(notes),
     }
