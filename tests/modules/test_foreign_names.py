@@ -7,7 +7,11 @@ from autoshard.modules.rewriting import complex_numbers, randomness
 from autoshard.modules.rules import RULES
 from autoshard.modules.shard import shard_module
 
-NAMES = sorted({*RULES, *_SAME, *_IGNORED, "detach", "fill", *randomness._WRITTEN, *complex_numbers._WRITTEN})
+NAMES = sorted(
+    name
+    for name in {*RULES, *_SAME, *_IGNORED, "detach", "fill", *randomness._WRITTEN, *complex_numbers._WRITTEN}
+    if "::" not in name
+)
 
 
 def define(name: str, factor: float) -> None:

@@ -46,7 +46,7 @@ def predicted_here(plan: Plan) -> tuple[Plan, list[str]]:
         else:
             constants = load_calibration(file)
     except (OSError, InputError, RunFailed) as error:
-        return plan, [f"this machine was not measured: {error}"]
+        return plan, [f"the prediction does not know this machine: {error}"]
     checked = check_plan(plan, constants)
     if checked.rejections or checked.plan.prediction is None:
         return plan, notes
