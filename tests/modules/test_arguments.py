@@ -21,6 +21,7 @@ OF_TORCH = {name for name in (*RULES, *_SAME) if "::" not in name}  # not an ope
 # Of these the operation is kept whole, or cut as probing finds.
 UNREAD = {
     ("addmm", "out_dtype"), ("baddbmm", "out_dtype"), ("bmm", "out_dtype"), ("mm", "out_dtype"), ("view", "dtype"),
+    ("_grouped_mm", "bias"), ("_grouped_mm", "out_dtype"),
 }  # fmt: skip
 
 
