@@ -6,6 +6,8 @@ from autoshard.modules.decoder.pieces import Piece, SegmentFlow, WeightPart, is_
 from autoshard.modules.dims import Dim
 from autoshard.modules.program import Traced, TracedStep
 
+_BY_NUMBER = ("aligned_product", "grouped_mm_fallback")  # products of rows with the matrices of their groups
+
 
 class Clusters:
     """Finds the pieces that a value is made of, from what is recognised already."""
@@ -86,11 +88,16 @@ class Clusters:
 
 
 def _require_known(step: TracedStep) -> None:
-    """Refuse matrices of weights in a function of which nothing is known: its work could be anything."""
+    """Refuse matrices of weights in a function of which nothing is known: its work could be anything.
+
+    So it is for experts whose router is not known: their matrices are read by number.
+    """
     dims = {*step.makes.dims, *(dim for read in step.reads for dim in shape(read.positions))}
     matrices = [read.value.name for read in parameters_of([step]) if len(read.value.positions) > 1]
     message = f"computes {name_of(step)} of {', '.join(matrices)}, of which nothing is known; write it as products"
-    require((not matrices or not dims <= step.whole_leaves(), step.path or "module", message))
+    by_number = name_of(step) in _BY_NUMBER
+    known = not matrices or not (by_number or dims <= step.whole_leaves())
+    require((known, step.path or "module", message))
 
 
 def _lost(step: TracedStep) -> set[Dim]:

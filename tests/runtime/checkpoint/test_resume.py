@@ -74,12 +74,12 @@ def test_a_run_goes_back_to_a_step_that_is_named_and_on_from_there(tmp_path: Pat
     """Steps beside those that are kept for good are removed, of the course that the run has left too."""
     plan, folder = plan_of("tp=1,pp=1,dp=1"), tmp_path / "checkpoints"
     first = trained(plan, tmp_path, 9, every_steps=1, keep_last=2, keep_every=4)
-    *for_good, before, last = sorted(int(one.name.removeprefix("step-")) for one in folder.iterdir())
-    assert last == 9 and before < 9, "the newest two"
-    assert [step // 4 for step in for_good] in ([1], [1, 2]), "and the first at or after step 4 and step 8"
+    *rest, before, last = sorted(int(one.name.removeprefix("step-")) for one in folder.iterdir())
+    assert last == 9 and before < 9, "the newest two; a busy machine saves seldom"
+    kept = next(step for step in (*rest, before) if step >= 4)
+    assert kept < 8 and {step // 4 for step in rest} <= {1, 2}, "and the first at or after step 4 and step 8"
     with pytest.raises(InputError, match="step-00000003: there is no checkpoint of step 3; there are "):
         trained(plan, tmp_path, 9, resume=3)
-    kept = for_good[0]
     again = trained(plan, tmp_path, kept + 1, resume=kept)
     assert again.started.step == kept and again.curve == {kept + 1: first.curve[kept + 1]}
     assert "9) are removed when the first new one is saved" in again.notes
