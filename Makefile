@@ -24,10 +24,10 @@ help:  ## list the targets
 plan: $(VENV)/.base  ## plan Llama-3 70B on 16 trn1 nodes and print the table
 	$(VENV)/bin/autoshard plan $(CLUSTER_OF_MAKE_PLAN)
 
-test: $(VENV)/.dev  ## the tests that need no accelerator, but the slow ones: ten minutes on two cores
+test: $(VENV)/.dev  ## the tests that need no accelerator, but the slow ones: five to ten minutes on two cores
 	$(PYTEST) -m "$(NO_ACCELERATOR) and not slow"
 
-test-all: $(VENV)/.dev  ## what `make test` leaves out, the slow tests: half an hour on two cores
+test-all: $(VENV)/.dev  ## what `make test` leaves out, the slow tests: 20 to 45 minutes on two cores
 	$(PYTEST) -m "$(NO_ACCELERATOR) and slow and not thorough" --hypothesis-profile more
 
 thorough: $(VENV)/.dev  ## every property with 200 examples, and all parameters of all tests: hours

@@ -132,8 +132,8 @@ def plan(
         pareto: Show what no plan betters in step time, memory and dollars at once, over all --nodes; write the fastest.
         at: Evaluate exactly this layout, even one that is refused, and say why.
         choose: Which plan to write: fastest, simple (the simplest within the doubt about the fastest), vendor (the
-            layout that the vendor documents), fsdp (with FSDP, on GPUs), smallest (where memory is minimised), or the
-            number of a runner-up. Default: simple.
+            layout that the vendor documents), fsdp (with FSDP, on GPUs), other (of a kind that these are not), smallest
+            (where memory is minimised), or the number of a runner-up. Default: simple.
         top: How many plans to show, the best one included. Default: 3.
     """
     several = "," in (question.cluster or "")
