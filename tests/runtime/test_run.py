@@ -155,6 +155,7 @@ def test_a_plan_for_512_ranks_is_rehearsed_on_8(capsys: pytest.CaptureFixture[st
 @pytest.mark.parametrize(
     ("words", "says"),
     [
+        (("tiny.json", "--resume", "-4"), "--resume: steps count from 0, so there is no -4"),
         ((), "PLAN: missing"),
         (("none.json",), "none.json: there is no such file"),
         (("tiny.json", "--steps", "0"), "--steps: must be at least 1, not 0"),
