@@ -74,8 +74,6 @@ def run(
         json: Print one JSON object at the end instead of steps and tables.
     """
     tried = dry_run or rehearse is not None
-    counted = not isinstance(resume, int) or resume >= 0
-    require((counted, "--resume", f"steps count from 0, so there is no {resume}. Type auto, never or a step"))
     _refuse(plan, rehearse, restarts, dry=dry_run, dry_ranks=dry_ranks, compile_only=compile_only, profile=profile)
     folder = out or Path("runs") / (f"{plan.stem}-compiled" if compile_only else plan.stem)
     fresh = tried or compile_only or resume == "never"

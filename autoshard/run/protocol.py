@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol, runtime_checkable
 
+from autoshard.errors import require
 from autoshard.graph.op import Array
 from autoshard.plan.plan import Plan
 from autoshard.run.activity import RankActivity
@@ -37,6 +38,11 @@ class Run:
     trackers: tuple[tuple[str, str], ...] = ()  # which show the run, and under which ids if it is a new one
     profile: tuple[int, ...] = ()  # steps that every rank records
     activity: RankActivity = field(default_factory=RankActivity, compare=False)  # read by the watchdog
+
+    def __post_init__(self) -> None:
+        """Refuse a step before the first."""
+        message = f"steps count from 0, so there is no {self.resume}. Type auto, never or a step"
+        require((isinstance(self.resume, str) or self.resume >= 0, "--resume", message))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
