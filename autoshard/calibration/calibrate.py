@@ -1,5 +1,6 @@
 """Constants of a cluster from measured runs: which rows a fit can use, and what its constants rest on."""
 
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -99,8 +100,8 @@ def _counted(number: int, noun: str) -> str:
 def fit(fit_samples: FitSamples, name: str, least_interval: float | None = None) -> Calibration:
     """Fit the constants of a cluster to its runs, and say what they rest on.
 
-    The fit starts from what would be known without the rows, and is pulled to it. Rows that it does not describe are
-    refused, unless its interval is to be this wide at least.
+    The fit starts from what would be known without the rows, and is pulled to it. With ``least_interval`` the interval
+    is at least so wide, and rows that no constants describe are accepted.
     """
     samples, runs = fit_samples.samples, [sample.run for sample in fit_samples.samples]
     prior = prior_of(runs, [sample.id for sample in samples])
@@ -109,12 +110,15 @@ def fit(fit_samples: FitSamples, name: str, least_interval: float | None = None)
     off = rests_on.left_out_mape
     far_off = f"rows are {off:.0%} off when they are left out: the cost model does not describe them"
     require((max(interval, off) < 1 or least_interval is not None, "interval", f"{far_off}, and no constants make it"))
-    interval = min(max(interval, least_interval), _WIDEST) if least_interval else interval
+    interval = interval if least_interval is None else min(max(interval, least_interval), _WIDEST)
+    sizes, inside = [abs(math.log(ratio)) for ratio in rests_on.rows.values()], result.inside
+    if least_interval is not None:
+        inside = sum(size <= math.log1p(interval) for size in sizes) / len(sizes)
     newest, software = fit_samples.newest, constants.software
     count, layouts = _counted(len(samples), "row"), _counted(rests_on.num_layouts, "layout")
     rows = f"{count} of {', '.join(sorted({run.cluster.name for run in runs}))}"
     newest += f", release {software.releases[-1]}" if software and software.releases else ""
-    within = f"{result.inside:.0%} of rows are within it when their {rests_on.left_out_by} is left out of the fit"
+    within = f"{inside:.0%} of rows are within it when their {rests_on.left_out_by} is left out of the fit"
     fitted_to = f"fitted to {rows}, from {prior.centre.name}"
     return replace(
         constants,
@@ -124,7 +128,7 @@ def fit(fit_samples: FitSamples, name: str, least_interval: float | None = None)
         best_mfu=result.best_mfu,
         basis=f"calibrated on {rows} ({layouts}, newest {newest}): mean error "
         f"{rests_on.in_sample_mape:.1%}, {off:.1%} where the {rests_on.left_out_by} is left out; nominal 80% interval "
-        f"of a factor of {1 + interval:.2f} either way, which holds {result.inside:.0%} of those",
+        f"of a factor of {1 + interval:.2f} either way, which holds {inside:.0%} of those",
         fit=rests_on,
         sources={
             **prior.centre.sources,

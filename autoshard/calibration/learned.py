@@ -7,11 +7,14 @@ the constants by their hash, so that equal questions with equal constants have e
 import hashlib
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, cast
 
 from autoshard.calibration.calibrate import FitSamples, fit, timed_rows
 from autoshard.cost.calibration import OUTSIDE, Calibration, calibration_text
+from autoshard.errors import Fault, InputError
 from autoshard.files import replace_text
 from autoshard.spec.cluster import LOCAL
+from autoshard.spec.files import parsed_json
 
 ROWS, CONSTANTS = "local.jsonl", "local.json"
 _MOST_ROWS = 8  # the last ones: a machine changes, and a fit takes its time
@@ -31,7 +34,10 @@ def learn(folder: Path, row: str) -> Calibration:
     lines = rows.read_text("utf-8").splitlines() if rows.is_file() else []
     folder.mkdir(parents=True, exist_ok=True)
     replace_text(rows, "\n".join([*lines, row][-_MOST_ROWS:]) + "\n")
-    timed = timed_rows(rows, LOCAL)
+    timed, fields = timed_rows(rows, LOCAL), cast(dict[str, Any], parsed_json(row, str(rows)))
+    if fields["id"] not in {measured.id for measured, _ in timed.runs}:  # as of a model that no row can state
+        replace_text(rows, "".join(f"{line}\n" for line in lines))
+        raise InputError([Fault(where=str(rows), message="takes no such run"), *timed.rows.left_out_lines])
     newest = max(measured.first_seen or "" for measured, _ in timed.runs)
     few = len({run for _, run in timed.runs}) < _ENOUGH
     constants = fit(FitSamples(samples=timed.samples, newest=newest, left_out=()), LOCAL, _OF_FEW if few else OUTSIDE)

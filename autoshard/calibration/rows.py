@@ -1,5 +1,6 @@
 """Measured rows: one run per line of JSON, with what was run, what it took, and where that is written."""
 
+import json
 import re
 from collections.abc import Mapping
 from contextlib import suppress
@@ -18,6 +19,7 @@ from autoshard.spec.cluster_catalogue import NodeType, load_node_type
 from autoshard.spec.files import json_lines, read_data
 from autoshard.spec.kernels import load_kernels, table_fault
 from autoshard.spec.model_catalogue import load_model, model_names
+from autoshard.spec.record import encode
 from autoshard.spec.workload import BalancedOver, Documents, Optimizer, Precision
 
 # short: ended, or was stopped, before its times had settled; crashed: took no step, perhaps because memory ran out
@@ -317,6 +319,12 @@ class Occasion:
     versions: str
     kind: Kind = "run"
     platform: str = LOCAL  # what ran it: the processors here, whatever the plan is for, or the plan's own cluster
+
+
+def row_text(plan: Plan, ran: Occasion) -> str:
+    """Write the row of a run as a line, without empty fields."""
+    row = encode(row_of(plan, ran))
+    return json.dumps({name: value for name, value in row.items() if value is not None})
 
 
 def row_of(plan: Plan, ran: Occasion) -> MeasuredRow:

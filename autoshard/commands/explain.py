@@ -80,8 +80,8 @@ def explain(
         figures = why_not_json(read.plan, answer, notes)
         print_answer(figures if json else why_not_sheets(read.plan, answer, Node(figures)))
         code = 0 if answer.fits else 1
-    if not json:
-        print(*(f"\nnote: {note}" for note in notes), sep="", end="\n" if notes else "")
+    for note in [] if json else notes:
+        print(f"\nnote: {note}")
     if trace and not json:
         print(f"wrote {trace}; open it at https://ui.perfetto.dev")
     return code

@@ -152,7 +152,7 @@ def _words(programs: Sequence[Departure], basis: Basis, who: str, chip: str) -> 
         return f"{words}: mean error {error:.1%} where a {programs[0].fit.left_out_by} is left out"
     if basis == "other machines":
         alone = "" if any(program.axes for program in programs) else " of one rank"
-        links = alone and "; messages take what they take all programs on average"
+        links = alone and "; for messages the mean of all programs counts"
         return f"the rates of {chip}, and what {who} adds on {where}, by {count} rows{alone} there{links}"
     return f"the rates of {chip}, and what {len(programs)} programs add on average; no row is of this program"
 

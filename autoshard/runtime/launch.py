@@ -150,7 +150,7 @@ def heed_end_of_agent(environment: Mapping[str, str] = os.environ) -> None:
 
 
 def is_orphan(parent: int, command: str) -> bool:
-    """Say whether torchrun ended before its rank had looked: the first process of a machine that is no Python has it.
+    """Say whether torchrun ended before its rank looked: the parent is then the machine's first process, no torchrun.
 
     >>> is_orphan(1, "/sbin/init"), is_orphan(1, "/usr/bin/python3 -m torch.distributed.run"), is_orphan(87, "bash")
     (True, False, False)

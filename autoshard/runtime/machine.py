@@ -30,7 +30,7 @@ _REMEDY = (
 
 
 def user_folder(environment: Mapping[str, str] = os.environ) -> Path | None:
-    """Return where what runs teach about this machine is kept; None if ``AUTOSHARD_CACHE`` is empty.
+    """Return where what runs teach about this machine is kept; None if ``AUTOSHARD_CACHE`` is empty or HOME is unknown.
 
     >>> user_folder({"XDG_CACHE_HOME": "cache"}), user_folder({"AUTOSHARD_CACHE": ""})
     (PosixPath('cache/autoshard'), None)
@@ -38,7 +38,8 @@ def user_folder(environment: Mapping[str, str] = os.environ) -> Path | None:
     named = environment.get("AUTOSHARD_CACHE")
     if named is not None:
         return Path(named).absolute() if named else None
-    return Path(environment.get("XDG_CACHE_HOME") or Path(environment.get("HOME") or ".") / ".cache") / "autoshard"
+    home, caches = environment.get("HOME"), environment.get("XDG_CACHE_HOME")
+    return Path(caches or f"{home}/.cache") / "autoshard" if caches or home else None
 
 
 def builder(engine: Engine = "torch", *, of_code: bool = False) -> Builds:

@@ -7,13 +7,13 @@ import pytest
 
 import autoshard
 from autoshard.calibration.learned import CONSTANTS, ROWS, constants_file, learn
-from autoshard.calibration.rows import Occasion, row_of
+from autoshard.calibration.rows import Occasion, row_text
 from autoshard.cost.calibration import load_calibration
 from autoshard.cost.predict import predict
+from autoshard.errors import InputError
 from autoshard.plan.codec import load
 from autoshard.plan.plan import Plan
 from autoshard.runtime.machine import user_folder
-from autoshard.spec.record import encode
 from tests.conftest import Typed
 from tests.cost.cases import ask, plan_of
 
@@ -31,7 +31,7 @@ def row(text: str, slower: float, name: str = "") -> str:
         name=name or text, step_time_s=slower * predict(plan).step_time_s, date="2026-11-28", versions="autoshard",
         platform="local", kind="run",
     )  # fmt: skip
-    return json.dumps({key: value for key, value in encode(row_of(plan, occasion)).items() if value is not None})
+    return row_text(plan, occasion)
 
 
 @pytest.mark.parametrize("slower", [0.25, 4.0])
@@ -58,6 +58,19 @@ def test_the_last_runs_count_and_equal_runs_teach_the_same(tmp_path: Path) -> No
     plan = local("tp=4,pp=1,dp=1")
     assert predict(plan, learned).step_time_s == pytest.approx(2 * predict(plan).step_time_s, rel=0.2)
     assert learned.interval == 0.25 and "8 rows of local (4 layouts" in learned.basis
+
+
+def test_a_row_that_no_fit_can_use_is_not_kept(tmp_path: Path) -> None:
+    """As of a run of a model that was read off its code: the rows before it stay, and the run says why."""
+    strange = json.dumps({**json.loads(row(LAYOUTS[0], 2.0, "strange")), "model": "mine", "arch": None})
+    with pytest.raises(InputError, match=r"takes no such run(.|\n)*its architecture is not known"):
+        learn(tmp_path, strange)
+    learned = learn(tmp_path, row(LAYOUTS[0], 2.0))
+    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    with pytest.raises(InputError, match="takes no such run"):
+        learn(tmp_path, strange)
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
+    assert load_calibration(tmp_path / CONSTANTS) == learned and "which holds 0% of those" in learned.basis
 
 
 def test_plans_for_this_machine_alone_take_what_was_learned(

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from autoshard.calibration.rows import Occasion, row_of
+from autoshard.calibration.rows import Occasion, row_text
 from autoshard.commands.output import print_answer, write_text
 from autoshard.commands.running.steps import StepDisplay
 from autoshard.commands.running.teaching import predicted_here, taught
@@ -60,7 +60,6 @@ from autoshard.runtime.restart import (
 )
 from autoshard.runtime.watchdog import Watch
 from autoshard.spec.cluster import LOCAL
-from autoshard.spec.record import encode
 from autoshard.version import __version__
 
 _MOST_STARTS = 5  # without progress, by a scheduler that restarts jobs; then the run refuses to start
@@ -357,5 +356,4 @@ def _measured_row(execution: Execution, report: RunReport) -> str:
         platform=execution.platform,
         kind="rehearsal" if execution.tried else report.kind,
     )
-    row = {name: value for name, value in encode(row_of(plan, occasion)).items() if value is not None}
-    return json_text.dumps(row)
+    return row_text(plan, occasion)

@@ -1,14 +1,13 @@
 """What runs teach about this machine: a short one before the first, and each one after its end."""
 
 import datetime
-import json
 import signal
 import sys
 import tempfile
 from pathlib import Path
 
 from autoshard.calibration.learned import constants_file, learn
-from autoshard.calibration.rows import Occasion, row_of
+from autoshard.calibration.rows import Occasion, row_text
 from autoshard.cost.calibration import Calibration, load_calibration, uncalibrated
 from autoshard.cost.predict import check_plan
 from autoshard.errors import InputError, RunFailed, Stopped
@@ -21,20 +20,18 @@ from autoshard.search.bound.request import Request, plan_at
 from autoshard.spec.cluster import LOCAL
 from autoshard.spec.cluster_catalogue import load_cluster
 from autoshard.spec.model_catalogue import load_model
-from autoshard.spec.record import encode
 from autoshard.spec.training import Checkpointing, Training
 from autoshard.spec.workload import Precision, Workload
 from autoshard.units import format_seconds
 
-_UNTAUGHT = (uncalibrated().name,)  # constants of users stay
 _MODEL, _SEQ_LEN, _STEPS = "tiny-llama", 256, 8  # a second or two of a laptop
 
 
 def predicted_here(plan: Plan) -> tuple[Plan, list[str]]:
     """Return a plan for this machine with a prediction that knows it, and notes; measure it if no run has yet."""
     folder = user_folder()
-    by = plan.provenance.get("calibration", "")
-    if folder is None or plan.cluster.name != LOCAL or plan.prediction is None or by not in _UNTAUGHT:
+    is_users = plan.provenance.get("calibration") != uncalibrated().name
+    if folder is None or plan.cluster.name != LOCAL or plan.prediction is None or is_users:
         return plan, []
     try:
         file, notes = constants_file(folder), list[str]()
@@ -91,10 +88,9 @@ def _measured(num_ranks: int) -> str:
         raise KeyboardInterrupt
     if report.signal:
         raise Stopped(signal.Signals(report.signal).name, report.signal)
-    now = f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}"
+    now = datetime.datetime.now(datetime.UTC)
     occasion = Occasion(
-        name=f"{_MODEL} {plan.candidate}", step_time_s=report.step_time_s, date=now, versions="", platform=LOCAL,
-        kind="run",
+        name=f"{_MODEL} {plan.candidate} {now:%Y-%m-%dT%H:%M:%S.%fZ}", step_time_s=report.step_time_s,
+        date=f"{now:%Y-%m-%d}", versions="", platform=LOCAL, kind="run",
     )  # fmt: skip
-    row = encode(row_of(plan, occasion))
-    return json.dumps({name: value for name, value in row.items() if value is not None})
+    return row_text(plan, occasion)

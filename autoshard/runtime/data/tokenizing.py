@@ -70,8 +70,8 @@ class PieceRecord:
     num_tokens: int
     num_documents: int
     num_empty: int
-    num_answers: int
     files: tuple[FileRecord, ...]
+    num_answers: int | None = None  # of pieces of older releases nobody counted them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,12 +127,18 @@ def tokenize(work: Work, out: Path, num_workers: int, say: Callable[[TokenizingP
             num_tokens=sum(piece_record.num_tokens for piece_record in records),
             num_documents=sum(piece_record.num_documents for piece_record in records),
             num_empty=sum(piece_record.num_empty for piece_record in records),
-            num_answers=sum(piece_record.num_answers for piece_record in records) if work.kind == "chat" else None,
+            num_answers=_num_answers(work.kind, records),
             files=tuple(file for piece_record in records for file in piece_record.files),
         )
         write_record(manifest, out / NAME)
         _clear(out)
     return manifest
+
+
+def _num_answers(kind: Kind, records: Sequence[PieceRecord]) -> int | None:
+    """Return the tokens of answers in all pieces; None of text, and where a piece does not say."""
+    counts = [piece_record.num_answers for piece_record in records]
+    return sum(filter(None, counts)) if kind == "chat" and None not in counts else None
 
 
 def _clear(out: Path) -> None:
