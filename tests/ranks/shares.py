@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from autoshard.engine.torch.engine import TorchEngine
+from autoshard.engine.torch.formats import wide
 from autoshard.engine.torch.states.flat import Flat
 from autoshard.graph.op import Array
 from autoshard.run.placement import Bounds
@@ -39,10 +40,13 @@ def assemble(shape: Sequence[int], parts: Iterable[Held]) -> Array:
 
 
 def gradients_of(engine: TorchEngine) -> Mapping[str, Held]:
-    """This rank's parts of the gradients of the last step, reduced and not clipped."""
+    """This rank's parts of the gradients of the last step, reduced and not clipped.
+
+    The update clips gradients in place, and copies of those in BF16.
+    """
     found: dict[str, Held] = {}
     for flat, piece in zip(engine.store.flats, engine.gradients, strict=True):
-        clip = engine.clip if flat.weights[0].optimizer.clipped else 1.0
+        clip = engine.clip if flat.weights[0].optimizer.clipped and wide(piece) is piece else 1.0
         found |= {} if flat.tied == "copy" else _parts(flat, piece / clip)
     return found
 

@@ -14,7 +14,7 @@ import torch
 
 from autoshard.engine.torch.formats import Formats, own, wide
 from autoshard.engine.torch.kernels import Kernel, KernelContext, kernel_of
-from autoshard.engine.torch.states.rounding import RoundingBits, chunks, round_into
+from autoshard.engine.torch.states.rounding import chunks, round_into
 from autoshard.engine.torch.states.weight import Tied, Weight
 from autoshard.engine.torch.world import Arrival, RankGroup, World
 from autoshard.graph.op import Array, Update
@@ -22,6 +22,7 @@ from autoshard.plan.candidate import Zero
 from autoshard.run.placement import StatePart, StatePiece, placed_boxes
 
 Tensors = Mapping[str, torch.Tensor]
+_PARTS: tuple[StatePart, ...] = ("weight", "moment1", "moment2")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -135,33 +136,36 @@ class Flat:
     def update(self, piece: torch.Tensor, scalars: Mapping[str, float]) -> None:
         """Take a step with this rank's piece of the gradient, and gather the new values."""
         updated = self.updated()
-        if updated.dtype == torch.bfloat16:
-            self._step_rounding(updated, piece, scalars)
+        states, width = (updated, *self.moments), wide(updated[:0]).dtype
+        if any(state.dtype != width for state in (*states, piece)):
+            self._step_widened(states, piece, scalars)
         else:
             for kind, group in groupby(self.ranges(len(updated)), key=lambda weight_range: weight_range[0].optimizer):
                 places = [(first, first + high - low) for _, (low, high), first in group if low < high]
                 if places:
                     where = slice(places[0][0], places[-1][1])
-                    self._step(kind, updated[where], where, piece, scalars)
+                    self._step(kind, (state[where] for state in (*states, piece)), scalars)
         self._publish(updated)
 
-    def _step(
-        self, kind: Update, weight: torch.Tensor, where: slice, piece: torch.Tensor, scalars: Mapping[str, float]
-    ) -> None:
-        """Take a step of a part of this rank's piece, of weights and moments in place."""
-        state = (tensor[where] for tensor in (*self.moments, piece))
-        self.stepping[kind](weight, *state, *(scalars[name] for name in kind.scalars))
+    def _step(self, kind: Update, tensors: Iterable[torch.Tensor], scalars: Mapping[str, float]) -> None:
+        """Take a step of a weight and its moments, in place, by its gradient."""
+        self.stepping[kind](*tensors, *(scalars[name] for name in kind.scalars))
 
-    def _step_rounding(self, updated: torch.Tensor, piece: torch.Tensor, scalars: Mapping[str, float]) -> None:
-        """Take a step of BF16 weights without masters in FP32, chunk by chunk, and round by chance."""
-        for weight, (low, high), first in self.ranges(len(updated)):
-            seed, number = weight.training.seed, int(scalars["step_number"])
-            rounding = RoundingBits(seed=seed, update=number, weight=weight.owner, whole=weight.whole)
+    def _step_widened(self, states: Sequence[torch.Tensor], piece: torch.Tensor, scalars: Mapping[str, float]) -> None:
+        """Take a step in the format of statistics, chunk by chunk; what is kept in BF16 is rounded by chance.
+
+        Rounded to the nearest, a weight would lose small steps, and a mean of squares would never fall.
+        """
+        update = int(scalars["step_number"])
+        for weight, (low, high), first in self.ranges(len(piece)):
             for start, stop in chunks(low, high):
                 where = slice(first + start - low, first + stop - low)
-                exact = updated[where].float()
-                self._step(weight.optimizer, exact, where, piece, scalars)
-                round_into(updated[where], exact, rounding.bits(weight.bounds, start, stop, updated.device))
+                exact = [wide(state[where]) for state in (*states, piece)]
+                self._step(weight.optimizer, exact, scalars)
+                for part, state, numbers in zip(_PARTS, states, exact, strict=False):
+                    if state.dtype != numbers.dtype:
+                        rounding = weight.rounding(part, update)
+                        round_into(state[where], numbers, rounding.bits(weight.bounds, start, stop, state.device))
 
     def updated(self) -> torch.Tensor:
         """Return the tensor that this rank updates: its masters, its piece of the values, or all values."""
@@ -184,8 +188,7 @@ class Flat:
             start = length * self.shared.number
         updated = self.values[start : start + length] if self.master is None else self.master
         reads = bool(self.zero) or self.spread is None or self.spread.number == 0
-        parts: tuple[StatePart, ...] = ("weight", "moment1", "moment2")
-        for part, memory in zip(parts, (updated, *self.moments), strict=False):
+        for part, memory in zip(_PARTS, (updated, *self.moments), strict=False):
             for weight, (low, high), first in self.ranges(length):
                 for offsets, lengths, where in placed_boxes(weight.bounds, low, high):
                     yield StatePiece(

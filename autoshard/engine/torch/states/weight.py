@@ -6,11 +6,12 @@ from typing import Literal
 import torch
 
 from autoshard.engine.torch.formats import Formats
+from autoshard.engine.torch.states.rounding import RoundingBits
 from autoshard.graph.block import Block
 from autoshard.graph.op import Update
 from autoshard.layout.layout import Layout
 from autoshard.plan.candidate import Zero
-from autoshard.run.placement import Bounds, MeshRank, saves_alone
+from autoshard.run.placement import Bounds, MeshRank, StatePart, saves_alone
 from autoshard.spec.training import Training
 
 # The role of a weight that shares its values with a weight of another stage: "" if it shares them with none.
@@ -79,6 +80,11 @@ class Weight:
         kind = self.block.op(f"{self.name}.update").kind
         assert isinstance(kind, Update), f"{self.name} is updated by {kind}"
         return kind.with_constants(self.training.adamw)
+
+    def rounding(self, part: StatePart, update: int) -> RoundingBits:
+        """Return the random bits by which an update rounds the weight, or one of its moments."""
+        name = self.owner if part == "weight" else f"{self.owner}.{part}"
+        return RoundingBits(seed=self.training.seed, update=update, weight=name, whole=self.whole)
 
     def dtype(self, part: str, formats: Formats) -> torch.dtype | None:
         """Return the format of the weight, its ``sum``, ``master`` or moments; None for those that it does not have."""
