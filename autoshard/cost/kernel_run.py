@@ -65,7 +65,7 @@ def kernel_runs(
         if op.source in owner:
             summed = isinstance(op.kind, Accumulate) and op.outputs[0] not in added
             members[owner[op.source].ops[0], op.pass_, op.again, summed].append(op)
-    traffic = _MemoryTraffic(block, storage_cuts, eager=eager)
+    traffic, weight_products = _MemoryTraffic(block, storage_cuts, eager=eager), block.weight_products
     for (_, pass_, again, summed), ops in members.items():
         group, forward = owner[ops[0].source], pass_ == "F" or again
         plain = summed or pass_ == "W"  # nothing of what makes a kernel several is in products and sums of their own
@@ -93,7 +93,7 @@ def kernel_runs(
             launches=launches,
             score_bytes=0 if plain else score_bytes,
             traffic_ratio=1.0 if plain else group.kernel.traffic_ratio,
-            products=bool(products) and traffic.weighted.issuperset(products),
+            products=bool(products) and weight_products.issuperset(products),
         )
 
 
@@ -134,12 +134,6 @@ class _MemoryTraffic:
         self.source = {op.name: op.source for op in block.ops}
         # Sums of gradients take the place of the sums before.
         self.resident = {name for op in block.ops if isinstance(op.kind, Accumulate) for name in op.outputs}
-        self.weighted = {
-            op.name
-            for op in block.ops
-            if isinstance(op.kind, Einsum) and block.is_layer
-            if any(block.tensors[name].role == "parameter" for name in op.inputs)
-        }
         # Tensor -> operations that read it, directly or through delivers.
         self.readers: dict[str, set[str]] = defaultdict(set)
         for op in reversed(block.ops):

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from autoshard.graph.kinds.linear import Deliver
+from autoshard.graph.kinds.linear import Deliver, Einsum
 from autoshard.graph.kinds.optimizer import Accumulate
 from autoshard.graph.op import Array, Call, Dims, Op, Tensor, Update
 from autoshard.spec.kernels import Kernel
@@ -82,6 +82,14 @@ class Block:
     def is_layer(self) -> bool:
         """Whether it is one of the layers of a decoder."""
         return self.kind not in OTHER_BLOCKS
+
+    @property
+    def weight_products(self) -> frozenset[str]:
+        """The products of activations with the weights of a layer, which may have a number format of their own."""
+        products = (op for op in self.ops if isinstance(op.kind, Einsum) and self.is_layer)
+        return frozenset(
+            op.name for op in products if any(self.tensors[name].role == "parameter" for name in op.inputs)
+        )
 
     @property
     def carry_in(self) -> str | None:

@@ -16,7 +16,7 @@ from autoshard.plan.rules.rule import Rejection, Rule
 from autoshard.plan.rules.strategy import AtomCut, engine_rules
 from autoshard.plan.tables import plan_blocks, plan_programs, step_graph_of, table_setting, units_of
 from autoshard.schedule.verify import verify_actions
-from autoshard.spec.workload import PRECISIONS
+from autoshard.spec.workload import PRECISIONS, Dtype
 from autoshard.units import format_bytes
 
 _STRUCTURE = "autoshard: the parts of a plan must agree with each other"
@@ -66,15 +66,19 @@ def notices(plan: Plan) -> tuple[str, ...]:
 def unrun_precision(plan: Plan) -> str:
     """Say why the engine of a plan does not compute in its precision yet, which is priced all the same; "" if it does.
 
-    The update of torch computes in one format, that of the weights or of their masters. NxD's ZeRO-1 keeps FP32 shards,
-    and gradients in FP32 or in the format of the weights (engine/nxd/lowering.py).
+    The update of torch computes in FP32, and keeps sums of gradients and moments in BF16 as well; products with
+    weights may have factors in FP8, but not those of experts. NxD's ZeRO-1 keeps FP32 shards, and gradients in FP32 or
+    in the format of the weights (engine/nxd/lowering.py).
     """
     have, weights = plan.workload.precision, plan.workload.precision.masters or plan.workload.precision.weights
-    gradients = {weights} if plan.engine == "torch" else {weights, have.weights}
-    fits = have.products is None and have.moments == weights and have.gradients in gradients
+    on_torch, small = plan.engine == "torch", {"bf16"} if plan.engine == "torch" else set[Dtype]()
+    products = {None, "fp8"} if on_torch and not plan.model.num_experts else {None}
+    gradients = {weights} | (small or {have.weights})
+    fits = have.products in products and have.moments in {weights, *small} and have.gradients in gradients
     if fits or have.name in PRECISIONS:
         return ""
-    return f"precision={have.name}: is priced, and the {plan.engine} engine does not run it yet"
+    of_what = " for experts" if on_torch and have.products == "fp8" and plan.model.num_experts else ""
+    return f"precision={have.name}: is priced, and the {plan.engine} engine does not run it yet{of_what}"
 
 
 def unrun(plan: Plan) -> tuple[Rejection, ...]:

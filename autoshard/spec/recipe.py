@@ -39,7 +39,7 @@ class QuestionOptions:
             tokens, on `local` 32.
         precision: Number format of weights and activations; bf16 and fp16 keep FP32 masters,
             bf16-sr keeps none and rounds its weights stochastically. Parts may have formats of their own:
-            bf16,gradients=bf16,moments=bf16. Default: bf16.
+            bf16,gradients=bf16,moments=bf16,products=fp8. Default: bf16.
         optimizer: adamw, or sgd without momentum and weight decay. Default: adamw.
         documents: How documents packed into one sequence are treated: attention crosses their borders (joined), or
             attention and positions begin anew with each document (separate). Default: joined.

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.nn import attention, functional
 
-from autoshard.engine.torch.kernels.products import add_product, adds_wide
+from autoshard.engine.torch.kernels.matrices import add_product, adds_wide
 from autoshard.runtime.machine import CUDA
 from benchmarks.gpu.device import Device, Item, first_line, measured, result, rounded, seconds_of
 from benchmarks.result import Extra, Result

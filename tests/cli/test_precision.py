@@ -10,12 +10,13 @@ from tests.conftest import Typed
 
 ASKED = "--model tiny-llama --cluster local --ranks 2 --fix tp=1,dp=2,mbs=8"
 BF16 = "bf16,gradients=bf16,moments=bf16"
+UNRUN = "bf16,moments=fp16"
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("made")
-    for name, precision in (("usual.json", "bf16"), ("small.json", BF16)):
+    for name, precision in (("usual.json", "bf16"), ("small.json", BF16), ("unrun.json", UNRUN)):
         assert main([*f"plan {ASKED} --precision {precision} --out".split(), str(folder / name)]) == 0
     return folder
 
@@ -36,15 +37,26 @@ def test_states_in_bf16_are_priced_and_said() -> None:
 
 @pytest.mark.slow
 def test_a_plan_says_that_no_engine_runs_its_precision_and_other_commands_take_it(typed: Typed) -> None:
-    _, answer, _ = typed(f"plan {ASKED} --precision {BF16} --out again.json")
+    _, answer, _ = typed(f"plan {ASKED} --precision {UNRUN} --out again.json")
     words = " ".join(answer.split())
-    assert "bf16 with fp32 masters and bf16 gradients and bf16 moments" in words
-    assert f"precision={BF16}: is priced, and the torch engine does not run it yet" in words
-    assert typed("explain small.json")[0] == typed("compare usual.json small.json")[0] == 0
+    assert "bf16 with fp32 masters and fp16 moments" in words
+    assert f"precision={UNRUN}: is priced, and the torch engine does not run it yet" in words
+    assert typed("explain unrun.json")[0] == typed("compare usual.json unrun.json")[0] == 0
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_moments_in_another_format(typed: Typed) -> None:
+    for name, steps in (("usual.json", 2), ("small.json", 4), ("usual.json", 5)):
+        code, out, _ = typed(f"run {name} --steps {steps} --out run")
+        assert code == 0, out
+    losses = [json.loads(line)["loss"] for line in Path("run/metrics.jsonl").read_text().splitlines()]
+    assert typed("run usual.json --steps 5 --out straight")[0] == 0
+    straight = [json.loads(line)["loss"] for line in Path("straight/metrics.jsonl").read_text().splitlines()]
+    assert len(losses) == 5 and losses == pytest.approx(straight, rel=1e-3)
 
 
 @pytest.mark.parametrize(
-    "line", ["run small.json --steps 1", "verify small.json", "launch small.json --scheduler slurm"]
+    "line", ["run unrun.json --steps 1", "verify unrun.json", "launch unrun.json --scheduler slurm"]
 )
 def test_what_no_engine_runs_is_refused_before_it_starts(line: str, typed: Typed) -> None:
     code, out, _ = typed(line)

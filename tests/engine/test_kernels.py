@@ -14,11 +14,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import autoshard.engine.torch.kernels.attention as attention_kernels
 import autoshard.engine.torch.kernels.fused_attention as fused_attention
-import autoshard.engine.torch.kernels.products as products
+import autoshard.engine.torch.kernels.matrices as matrices
 from autoshard.engine.nxd.blocks import COMPUTE
 from autoshard.engine.torch.formats import Formats
 from autoshard.engine.torch.kernels import KernelContext, Rotations, kernel_of
 from autoshard.engine.torch.kernels.attention import join_parts
+from autoshard.engine.torch.kernels.matrices import Multiplier
 from autoshard.engine.torch.kernels.products import adding
 from autoshard.errors import InputError
 from autoshard.graph import kinds
@@ -134,7 +135,7 @@ def test_a_product_that_adds_itself_to_a_sum_gives_both_added(model: ModelSpec):
     assert weights
     for block, op, call, arrays, (expected,) in weights:
         assert isinstance(op.kind, Einsum)
-        add = adding(op.kind, call, EXACT.formats.device)
+        add = adding(op.kind, call, Multiplier(EXACT.formats.device))
         assert add, f"{block.kind} {op} lies otherwise than its sum"
         total = torch.linspace(-1, 1, expected.size, dtype=torch.float64).reshape(expected.shape)
         before = total.numpy().copy()
@@ -148,11 +149,11 @@ def test_a_product_of_bf16_adds_itself_to_a_sum_in_fp32_without_rounding(
     model: ModelSpec, monkeypatch: pytest.MonkeyPatch
 ):
     """As GPUs do; the host has no such product, so one of FP32 stands for it."""
-    monkeypatch.setattr(products, "_add_wide", lambda total, left, right: total.addmm_(left.float(), right.float()))
+    monkeypatch.setattr(matrices, "_add_wide", lambda total, left, right: total.addmm_(left.float(), right.float()))
     for _, op, call, arrays, _ in (each for each in computed(model) if each[1].pass_ == "W"):
         if isinstance(op.kind, Einsum):
             add, (left, right) = (
-                adding(op.kind, call, EXACT.formats.device),
+                adding(op.kind, call, Multiplier(EXACT.formats.device)),
                 (torch.from_numpy(one).bfloat16() for one in arrays),
             )
             assert add
@@ -165,7 +166,7 @@ def test_a_product_whose_dims_come_in_another_order_than_the_sums_does_not_add_i
     left, right = (Tensor(name=name, dims=dims, dtype="fp32") for name, dims in (("x", ("a", "k")), ("y", ("b", "k"))))
     result = Tensor(name="z", dims=("b", "a"), dtype="fp32")
     call = Call(sizes={"a": 2, "b": 3, "k": 4}, inputs=(left, right), outputs=(result,))
-    assert adding(Einsum(dims=("b", "a")), call, EXACT.formats.device) is None
+    assert adding(Einsum(dims=("b", "a")), call, Multiplier(EXACT.formats.device)) is None
 
 
 class Products(TorchDispatchMode):
@@ -185,7 +186,7 @@ def test_where_half_formats_are_slow_products_are_of_fp32_and_rounded_once(monke
     """As processors without AVX-512 compute them, on which a step in BF16 would take five times as long."""
     local, noted = KernelContext(formats=Formats()), dict[bool, list[torch.dtype]]()
     for slow in (False, True):
-        for module in (products, fused_attention):
+        for module in (matrices, fused_attention):
             monkeypatch.setattr(module, "slow_halves", lambda _, slow=slow: {torch.bfloat16} if slow else set())
         with Products() as seen:
             for _, op, call, arrays, _ in computed(MODELS["experts"]):
@@ -204,7 +205,7 @@ def hold_product(kind: Einsum, call: Call, given: list[torch.Tensor]) -> None:
     expected = torch.from_numpy(kind.evaluate(call, *(tensor.double().numpy() for tensor in given))[0])
     (result,) = kernel_of(kind, call, KernelContext(formats=Formats()))(*given)
     torch.testing.assert_close(result.double(), expected, rtol=2**-8, atol=1e-5)
-    if add := adding(kind, call, EXACT.formats.device):
+    if add := adding(kind, call, Multiplier(EXACT.formats.device)):
         total = torch.ones(expected.shape, dtype=given[0].dtype)
         (into,) = add(total, *given)
         assert into is total

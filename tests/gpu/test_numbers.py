@@ -9,7 +9,8 @@ import torch
 
 from autoshard.engine.torch.formats import Formats, own
 from autoshard.engine.torch.kernels.fused_attention import CUDNN, GPU, agree, fused
-from autoshard.engine.torch.kernels.products import add_product, adds_wide, groups_products
+from autoshard.engine.torch.kernels.matrices import GRADIENTS, VALUES, Multiplier, add_product, adds_wide
+from autoshard.engine.torch.kernels.products import groups_products
 from autoshard.engine.torch.states.rounding import RoundingBits
 from benchmarks.gpu import right
 from benchmarks.gpu.device import Device, device_of, world_of_one
@@ -64,6 +65,20 @@ def test_products_add_to_sums_in_fp32_in_one_kernel() -> None:
     total = torch.full((64, 64), 1e-3, device=cuda)
     add_product(total, left, right_, cuda)
     torch.testing.assert_close(total.double(), left.double() @ right_.double() + 1e-3, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9), reason="no FP8")
+@pytest.mark.parametrize("smaller", [(VALUES, VALUES), (GRADIENTS, VALUES)])
+def test_products_in_fp8_are_those_of_the_host(smaller: tuple[torch.dtype, torch.dtype]) -> None:
+    random = torch.Generator().manual_seed(0)
+    first, second = (torch.randn(64, 64, generator=random).bfloat16() for _ in range(2))
+    device, host = Multiplier(torch.device("cuda"), smaller), Multiplier(torch.device("cpu"), smaller)
+    expected = host.product(first, second).double()
+    bound = {"rtol": 2**-7, "atol": 2**-7 * float(expected.abs().max())}
+    torch.testing.assert_close(device.product(first.cuda(), second.cuda()).double().cpu(), expected, **bound)
+    total = torch.zeros(64, 64, device="cuda")
+    device.add(total, first.cuda(), second.cuda())
+    torch.testing.assert_close(total.double().cpu(), expected, **bound)
 
 
 def test_the_kernels_that_plans_count_on_are_there() -> None:

@@ -41,8 +41,12 @@ def start(plan: Plan, folder: Path, steps: int) -> Trained:
 
 
 @pytest.mark.parametrize(
-    ("precision", "documents"), [("bf16", "joined"), ("fp32", "joined"), ("bf16-sr", "joined"), ("bf16", "separate")]
-)
+    ("precision", "documents"),
+    [
+        ("bf16", "joined"), ("fp32", "joined"), ("bf16-sr", "joined"), ("bf16", "separate"),
+        ("bf16,gradients=bf16,moments=bf16", "joined"), ("bf16,products=fp8", "joined"),
+    ],
+)  # fmt: skip
 def test_a_run_goes_on_bit_for_bit(precision: str, documents: str, tmp_path: Path) -> None:
     plan = plan_of(precision, documents)
     whole = start(plan, tmp_path / "whole", 8)

@@ -13,8 +13,7 @@ from torch._inductor import config
 
 import autoshard.commands.run as run_command
 import autoshard.engine.torch.execution as rows
-import autoshard.engine.torch.kernels.products as products
-import autoshard.engine.torch.steps as steps
+import autoshard.engine.torch.kernels.matrices as matrices
 import autoshard.engine.torch.writing as writing
 from autoshard.commands.running.execution import Execution
 from autoshard.engine.torch.engine import TorchEngine, build
@@ -108,8 +107,8 @@ def test_generated_functions_give_in_fp32_what_the_interpreter_gives(text, model
 def test_the_only_expert_of_a_rank_adds_to_its_sum_in_a_wider_format():
     """As GPUs do; a list of one matrix is written as a list."""
     replaced = (
-        (steps, "adds_wide", lambda *_: True),
-        (products, "_add_wide", lambda total, left, right: total.addmm_(left.float(), right.float())),
+        (matrices, "adds_wide", lambda *_: True),
+        (matrices, "_add_wide", lambda total, left, right: total.addmm_(left.float(), right.float())),
     )
     model = llama(num_layers=1, num_experts=2, experts_per_token=1)
     task = Task.of(plan_of("tp=1,pp=1,dp=2,ep=2", model, expert_capacity=1.0))

@@ -85,6 +85,7 @@ class TorchEngine:
             positions=positions,
             rotations=Rotations(),
             packed=programs.packed,
+            in_fp8=plan.workload.precision.products == "fp8" and not formats.exact,
         )
         self.graph = programs.graph
         self._pipeline = RankPipeline(plan, programs, context, mode, training.seed)

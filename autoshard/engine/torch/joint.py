@@ -7,7 +7,7 @@ compiler makes their kernels write side by side. Where the backward pass is spli
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 
@@ -16,13 +16,14 @@ import torch
 from autoshard.engine.programs import BlockProgram
 from autoshard.engine.torch.execution import RankStep
 from autoshard.engine.torch.formats import Formats
-from autoshard.engine.torch.kernels.products import add_product, adds_wide, multiply
+from autoshard.engine.torch.kernels.matrices import Multiplier
 from autoshard.graph.kinds.linear import Einsum
 from autoshard.graph.kinds.optimizer import Accumulate
-from autoshard.graph.op import Tensor
+from autoshard.graph.op import Op, Tensor
 from autoshard.layout.program import Compute, Given, Instruction, Sum, Value, pass_of, read_by, written_by
 from autoshard.run.placement import MeshRank, dims_of
 
+Place = tuple[MeshRank, Formats, Callable[[Op], Multiplier]]  # of a rank, with how it multiplies
 Placed = dict[int, Sequence[RankStep]]  # by the id of an instruction
 
 
@@ -69,11 +70,7 @@ def side_by_side(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def joint_products(
-    mesh_rank: MeshRank,
-    formats: Formats,
-    parts: BlockProgram,
-    entries: Sequence[Instruction],
-    read_later: Collection[str],
+    place: Place, parts: BlockProgram, entries: Sequence[Instruction], read_later: Collection[str]
 ) -> Joint:
     """Join the products of an action with weights that lie one behind the other.
 
@@ -82,7 +79,7 @@ def joint_products(
     joint = Joint(entries=entries)
     for weights in neighbours(parts):
         if len(weights) > 1:
-            group = _WeightGroup.of(mesh_rank, formats, parts, weights)
+            group = _WeightGroup.of(place, parts, weights)
             joint |= group.forward(joint.entries, read_later)
             inputs = group.inputs(joint.entries)
             joint |= inputs
@@ -96,16 +93,16 @@ class _WeightGroup:
 
     mesh_rank: MeshRank
     formats: Formats
+    multiplier: Callable[[Op], Multiplier]
     parts: BlockProgram
     weights: tuple[str, ...]
     rows: tuple[int, ...]
     columns: int
 
     @classmethod
-    def of(
-        cls, mesh_rank: MeshRank, formats: Formats, parts: BlockProgram, weights: Sequence[Tensor]
-    ) -> "_WeightGroup":
+    def of(cls, place: Place, parts: BlockProgram, weights: Sequence[Tensor]) -> "_WeightGroup":
         """Read off the program how many rows and columns they have."""
+        mesh_rank, formats, multiplier = place
         sizes = {weight.name: math.prod(mesh_rank.shape(parts.input_value(weight.name).layout)) for weight in weights}
         product = _by_weight(parts.forward, "F")[weights[0].name]
         factor, result = (value.layout for value in (product.reads[0], product.writes[0]))
@@ -115,8 +112,8 @@ class _WeightGroup:
             if dim not in dims_of(result)
         )
         return cls(
-            mesh_rank=mesh_rank, formats=formats, parts=parts, weights=tuple(sizes), columns=columns,
-            rows=tuple(size // max(columns, 1) for size in sizes.values()),
+            mesh_rank=mesh_rank, formats=formats, multiplier=multiplier, parts=parts, weights=tuple(sizes),
+            columns=columns, rows=tuple(size // max(columns, 1) for size in sizes.values()),
         )  # fmt: skip
 
     def forward(self, entries: Sequence[Instruction], read_later: Collection[str]) -> Joint:
@@ -134,10 +131,11 @@ class _WeightGroup:
         stay = [value.name in later for value in results]
         staying = [value for result in results if (value := self._stays_for(result, entries, later))]
         copies = any(stay) and len(staying) < len(results)
+        multiplier = self.multiplier(products[0].op)
 
         def run(x: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
             matrix = weights.view(-1, self.columns).t()
-            columns = multiply(x.reshape(-1, self.columns), matrix, self.formats.device).split(self.rows, 1)
+            columns = multiplier.product(x.reshape(-1, self.columns), matrix).split(self.rows, 1)
             return tuple(
                 (result.contiguous() if stays and copies else result).view(shape)
                 for result, shape, stays in zip(columns, shapes, stay, strict=True)
@@ -187,12 +185,12 @@ class _WeightGroup:
         if not products or total is None or any(num_readers[name] > 1 for name in terms):
             return Joint(entries=entries)
         upstream, matrix, result = self._upstream(products), self._matrix(entries, ""), products[0].writes[0]
-        shape = self.mesh_rank.shape(result.layout)
+        shape, multiplier = self.mesh_rank.shape(result.layout), self.multiplier(products[0].op)
         product = RankStep(
             entry=products[0], about=_about(products), reads=(*upstream.writes, *matrix.writes), writes=(result.name,),
             shapes=(shape,),
             run=lambda upstream, weights: (
-                multiply(upstream, weights.view(-1, self.columns), self.formats.device).view(shape),
+                multiplier.product(upstream, weights.view(-1, self.columns)).view(shape),
             ),
         )  # fmt: skip
         shorter = replace(total, reads=tuple(value for value in total.reads if value.name not in terms[1:]))
@@ -217,14 +215,15 @@ class _WeightGroup:
         totals = tuple(sums[name] for name in self.weights)
         upstream, matrix = self._upstream(products), self._matrix(entries, ".grad")
         into, factors = (self.formats.of(self.parts.block.tensors[value.tensor].dtype) for value in totals[0].reads)
-        adds = into == factors or adds_wide(self.formats.device, factors, into)
+        multiplier = self.multiplier(products[0].op)
+        adds = multiplier.adds(factors, into)
 
         def run(total: torch.Tensor, upstream: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor]:
             whole, right = total.view(-1, self.columns), x.reshape(-1, self.columns)
             if adds:
-                add_product(whole, upstream.t(), right, self.formats.device)
+                multiplier.add(whole, upstream.t(), right)
             else:
-                whole.add_(multiply(upstream.t(), right, self.formats.device))
+                whole.add_(multiplier.product(upstream.t(), right))
             return (total,)
 
         product = RankStep(

@@ -18,7 +18,8 @@ from autoshard.engine.torch.formats import Formats
 from autoshard.engine.torch.joint import Joint, joint_products
 from autoshard.engine.torch.kernels import Kernel, KernelContext, Rotations, kernel_of
 from autoshard.engine.torch.kernels.kernel import laid_out
-from autoshard.engine.torch.kernels.products import adding, adds_wide
+from autoshard.engine.torch.kernels.matrices import GRADIENTS, VALUES, Multiplier, Smaller
+from autoshard.engine.torch.kernels.products import adding
 from autoshard.engine.torch.kernels.router import observing
 from autoshard.engine.torch.kernels.sinks import counting_sinks
 from autoshard.engine.torch.routed import counting, exchange, sharing_counts
@@ -27,6 +28,7 @@ from autoshard.graph.block import Block
 from autoshard.graph.kinds.linear import Einsum
 from autoshard.graph.kinds.optimizer import Accumulate
 from autoshard.graph.kinds.sinks import without_sinks
+from autoshard.graph.op import Op
 from autoshard.layout.layout import Layout
 from autoshard.layout.program import (
     Communicate,
@@ -61,10 +63,22 @@ class RankContext:
     packed: bool = False  # as kernels know it
     rows: int | None = None  # how many tokens are computed at a time, if not all of a micro-batch
     joins: bool = False  # whether products of one tensor with several weights are one
+    in_fp8: bool = False  # whether products with the weights of layers have factors in FP8
 
     def bounds(self, compute: Compute) -> Mapping[str, tuple[int, int]]:
         """Return which part of each cut dim this rank computes."""
         return {dim: self.mesh_rank.dim_bounds(dim, atoms) for dim, atoms in compute.cuts.items() if atoms}
+
+    def smaller(self, block: Block, op: Op) -> Smaller | None:
+        """Return the formats of the factors of a product, where these are not those of the tensors."""
+        if not self.in_fp8 or op.source not in block.weight_products:
+            return None
+        first, second = (GRADIENTS if block.tensors[name].role == "gradient" else VALUES for name in op.inputs)
+        return first, second
+
+    def multiplier(self, block: Block, op: Op) -> Multiplier:
+        """Return how this rank multiplies the factors of a product."""
+        return Multiplier(self.formats.device, self.smaller(block, op))
 
     def numbers(self, tensor: str, layout: Layout) -> torch.Tensor:
         """Return this rank's part of positions, or of what numbers a dim."""
@@ -91,7 +105,8 @@ def steps_of(context: RankContext, parts: BlockProgram, kind: str, read_later: s
     read_later = read_later - weights
     joint = Joint(entries=(*again, *instructions))
     if context.joins and kind in "FB":
-        joint = joint_products(context.mesh_rank, context.formats, parts, joint.entries, read_later)
+        multiplier = partial(context.multiplier, parts.block)
+        joint = joint_products((context.mesh_rank, context.formats, multiplier), parts, joint.entries, read_later)
     return dropping(tuple(_local_steps(context, parts, joint, read_later)), read_later)
 
 
@@ -267,10 +282,11 @@ def _adding(context: RankContext, parts: BlockProgram, product: Compute, total: 
         return None
     factors = {context.formats.of(parts.block.tensors[value.tensor].dtype) for value in product.reads}
     into = context.formats.of(parts.block.tensors[total.tensor].dtype)
-    if factors != {into} and not (len(factors) == 1 and adds_wide(context.formats.device, *factors, into)):
+    multiplier = context.multiplier(parts.block, product.op)
+    if len(factors) > 1 or not multiplier.adds(factors.pop(), into):
         return None
-    call, device = parts.block.call(product.op, context.sizes(product)), context.formats.device
-    return adding(product.op.kind, call, device, packed=context.packed)
+    call = parts.block.call(product.op, context.sizes(product))
+    return adding(product.op.kind, call, multiplier, packed=context.packed)
 
 
 def kernel_for(context: RankContext, block: Block, entry: Instruction, overwritable: Collection[str]) -> Kernel | None:
@@ -284,6 +300,7 @@ def kernel_for(context: RankContext, block: Block, entry: Instruction, overwrita
                 bounds=context.bounds(entry),
                 rotations=context.rotations,
                 packed=context.packed,
+                smaller=context.smaller(block, entry.op) if isinstance(entry.op.kind, Einsum) else None,
             )
             kind = without_sinks(entry.op.kind) if entry.ring else entry.op.kind  # sinks join when all keys were there
             kernel = kernel_of(kind, block.call(entry.op, context.sizes(entry)), local)

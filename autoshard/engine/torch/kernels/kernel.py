@@ -63,6 +63,7 @@ class KernelContext:
     bounds: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     rotations: Rotations = field(default_factory=Rotations)
     packed: bool = False  # whether experts have rows one after the other, [1, rows, ...], and no empty slots
+    smaller: tuple[torch.dtype, torch.dtype] | None = None  # formats of the factors of a product, where not their own
 
 
 @singledispatch

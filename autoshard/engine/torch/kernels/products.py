@@ -6,8 +6,8 @@ from functools import cache
 import torch
 from torch.nn import functional
 
-from autoshard.engine.torch.formats import NOWHERE, slow_halves
 from autoshard.engine.torch.kernels.kernel import Kernel, KernelContext, register_kernels, shape_of
+from autoshard.engine.torch.kernels.matrices import Multiplier, multiply
 from autoshard.graph.kinds.linear import Einsum
 from autoshard.graph.op import Call, Dims
 
@@ -43,21 +43,14 @@ def _product(kind: Einsum, call: Call) -> tuple[Matrix, Matrix, tuple[int, ...],
     return first, second, shape_of(call, result_dims), None if order == sorted(order) else order
 
 
-def multiply(left: torch.Tensor, right: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Multiply matrices, or batches of them: in FP32, rounded once, where the device is slow in their format."""
-    if left.dtype in slow_halves(device):
-        return torch.matmul(left.float(), right.float()).to(left.dtype)
-    return torch.matmul(left, right)
-
-
 def _einsum(kind: Einsum, call: Call, context: KernelContext) -> Kernel:
-    device = context.formats.device
     if context.packed and of_experts(call):
-        return _grouped(kind, call, device)
+        return _grouped(kind, call, context.formats.device)
     first, second, shape, order = _product(kind, call)
+    multiplier = Multiplier(context.formats.device, context.smaller)
 
     def run(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor]:
-        result = multiply(first(x), second(y), device).reshape(shape)
+        result = multiplier.product(first(x), second(y)).reshape(shape)
         return (result.permute(order) if order else result,)
 
     return run
@@ -124,65 +117,34 @@ def groups_products(device: torch.device) -> bool:
     return True
 
 
-def adding(kind: Einsum, call: Call, device: torch.device, *, packed: bool = False) -> Kernel | None:
+def adding(kind: Einsum, call: Call, multiplier: Multiplier, *, packed: bool = False) -> Kernel | None:
     """Return a function that adds an einsum to its first argument, a sum; None if the sum has another order of dims.
 
-    The sum may be of a wider format than the factors, where ``adds_wide`` says so. Grouped products (of ``packed`` rows
-    of several experts) cannot add to a sum.
+    The sum may be of a wider format than the factors, where the multiplier adds such products. Grouped products (of
+    ``packed`` rows of several experts) cannot add to a sum.
     """
     if packed and of_experts(call):
-        return _adding_of_only_expert(kind, call, device) if call.sizes["experts"] == 1 else None
+        return _adding_of_only_expert(kind, call, multiplier) if call.sizes["experts"] == 1 else None
     first, second, _, order = _product(kind, call)
     if order:
         return None
 
     def run(total: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor]:
         left, right = first(x), second(y)
-        add_product(total.view(*left.shape[:-1], right.shape[-1]), left, right, device)
+        multiplier.add(total.view(*left.shape[:-1], right.shape[-1]), left, right)
         return (total,)
 
     return run
 
 
-def _adding_of_only_expert(kind: Einsum, call: Call, device: torch.device) -> Kernel:
+def _adding_of_only_expert(kind: Einsum, call: Call, multiplier: Multiplier) -> Kernel:
     factors = _of_only_expert(kind, call)
 
     def run(total: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor]:
-        add_product(total[0], *factors(x, y), device)
+        multiplier.add(total[0], *factors(x, y))
         return (total,)
 
     return run
-
-
-def add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor, device: torch.device) -> None:
-    """Add a product of matrices, or a batch of them, to a sum, which may be of a wider format."""
-    if left.dtype == total.dtype and left.dtype in slow_halves(device):
-        add = torch.addmm if left.dim() == 2 else torch.baddbmm
-        total.copy_(add(total.float(), left.float(), right.float()))
-        return
-    if left.dtype == total.dtype:
-        (total.addmm_ if left.dim() == 2 else total.baddbmm_)(left, right)
-        return
-    for matrices in zip(total, left, right, strict=True) if left.dim() == 3 else [(total, left, right)]:
-        _add_wide(*matrices)
-
-
-def _add_wide(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-    torch.ops.aten.addmm.dtype_out(total, left, right, total.dtype, out=total)
-
-
-@cache
-def adds_wide(device: torch.device, factors: torch.dtype, total: torch.dtype) -> bool:
-    """Whether a device has products that add to sums of a wider format: a small one is tried."""
-    if device == NOWHERE or total.itemsize <= factors.itemsize:
-        return False
-    left, right = (torch.ones(16, 16, dtype=factors, device=device) for _ in range(2))
-    sum_of_ones = torch.ones(16, 16, dtype=total, device=device)
-    try:
-        _add_wide(sum_of_ones, left, right)
-    except (RuntimeError, NotImplementedError):  # as torch says that it has none
-        return False
-    return bool((sum_of_ones == 17).all())
 
 
 register_kernels({Einsum: _einsum})

@@ -1,0 +1,145 @@
+"""Products in FP8: which operations have them, how far from the exact products they lie, and the same in all modes."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, strategies as st
+
+from autoshard.engine.torch import compiled
+from autoshard.engine.torch.kernels.matrices import ALIGNED, GRADIENTS, VALUES, Multiplier, multiplies_fp8
+from autoshard.errors import InputError
+from autoshard.run.protocol import EngineMode
+from autoshard.spec.workload import Precision
+from tests.ranks.cases import AS_PLANNED, StepShare, Task, hold, llama, plan_of, run_steps, same, whole
+from tests.ranks.spawn import on_ranks
+from tests.slower import rest_is_slow
+
+pytestmark = pytest.mark.ranks
+
+CPU = torch.device("cpu")
+FP8 = "bf16,products=fp8"
+WIDE = {"hidden": 64, "ffn": 96, "head_dim": 16, "vocab": 32}  # 16 divides what a rank multiplies
+WEIGHTS = 7  # of a layer: q, k, v, out, gate, up, down
+HALF_A_DIGIT = {VALUES: 2.0**-4, GRADIENTS: 2.0**-3}  # relative, of 4 and 3 significant bits
+SMALLEST = {VALUES: 2.0**-9 / 448, GRADIENTS: 2.0**-16 / 57344}  # steps below normal numbers, of the largest number
+
+
+def fp8_task(text: str, num_steps: int = 1, precision: str = FP8, **sizes: Any) -> Task:
+    model = llama(**(WIDE | sizes))
+    return Task.of(plan_of(text, model, precision=Precision.named(precision)), num_steps)
+
+
+@given(
+    rows=st.integers(1, 40), columns=st.integers(1, 3), depth=st.integers(1, 4), size=st.integers(-20, 20),
+    smaller=st.sampled_from([(VALUES, VALUES), (GRADIENTS, VALUES)]), seed=st.integers(0, 99),
+)  # fmt: skip
+def test_a_product_lies_as_near_to_the_exact_one_as_its_rounded_factors_allow(
+    rows, columns, depth, size, smaller, seed
+):
+    random = torch.Generator().manual_seed(seed)
+    shapes = (rows, depth * ALIGNED), (depth * ALIGNED, columns * ALIGNED)
+    first, second = ((torch.randn(*shape, generator=random) * 2.0**size).bfloat16() for shape in shapes)
+    product = Multiplier(CPU, smaller).product(first, second).double()
+    total = torch.full_like(product, 3.0, dtype=torch.float32)
+    Multiplier(CPU, smaller).add(total, first, second)
+    exact, bound = first.double() @ second.double(), torch.zeros_like(product)
+    offs = [
+        HALF_A_DIGIT[form] * factor.double().abs() + SMALLEST[form] * factor.double().abs().max()
+        for form, factor in zip(smaller, (first, second), strict=True)
+    ]
+    bound = offs[0] @ second.double().abs() + first.double().abs() @ offs[1] + offs[0] @ offs[1]
+    assert ((product - exact).abs() <= bound + 2.0**-8 * product.abs()).all()
+    assert ((total.double() - 3.0 - exact).abs() <= bound + 2.0**-20 * (3.0 + exact.abs() + bound)).all()
+    assert not torch.equal(product, (first.double() @ second.double()).bfloat16().double()), "nothing was rounded"
+
+
+def test_factors_that_kernels_do_not_take_are_multiplied_in_their_own_format():
+    first, second = torch.randn(3, 24).bfloat16(), torch.randn(24, 16).bfloat16()
+    for_batches = first.expand(2, 3, 24), second.expand(2, 24, 16)
+    for factors in ((first, second), for_batches):
+        assert torch.equal(Multiplier(CPU, (VALUES, VALUES)).product(*factors), Multiplier(CPU).product(*factors))
+
+
+def test_zeros_stay_zero_and_what_is_not_finite_stays_so():
+    multiplier, ones = Multiplier(CPU, (VALUES, VALUES)), torch.ones(16, 16).bfloat16()
+    assert torch.equal(multiplier.product(0 * ones, ones), 0 * ones)
+    for number in (float("inf"), float("nan")):
+        assert not multiplier.product(ones.clone().fill_(number), ones).isfinite().any()
+
+
+def test_a_device_without_such_products_is_refused(monkeypatch: pytest.MonkeyPatch):
+    multiplies_fp8.cache_clear()
+    monkeypatch.setattr(torch.ops.aten, "_scaled_mm", lambda *_: (_ for _ in ()).throw(RuntimeError("no such kernel")))
+    with pytest.raises(InputError, match=r"precision: cpu has no products of matrices in fp8. Use --precision bf16"):
+        Multiplier(CPU, (VALUES, VALUES))
+    multiplies_fp8.cache_clear()
+
+
+CASES = [
+    "tp=2,pp=1,dp=1",
+    "tp=1,pp=2,dp=2,schedule=zb_h1",
+    "tp=1,pp=1,dp=2,zero=3",
+    "tp=1,pp=1,cp=2,dp=1,recompute=full",
+]
+
+
+@pytest.mark.parametrize("text", rest_is_slow(CASES))
+def test_all_else_is_as_planned_and_gradients_are_near_those_of_one_process(text):
+    expected, shares = hold(fp8_task(text))
+    pairs = [(whole(name, exact, shares, "gradients"), exact) for name, exact in expected.gradients.items()]
+    found, exact = (np.concatenate([array.reshape(-1) for array in arrays]) for arrays in zip(*pairs, strict=True))
+    off = np.linalg.norm(found - exact) / np.linalg.norm(exact)
+    assert 0.02 < off < 0.15, off  # BF16 alone is 0.01 off
+    assert shares[0].loss == pytest.approx(expected.loss, rel=0.01)
+
+
+def run_counting(task: Task) -> tuple[StepShare, list[tuple[str, str]]]:
+    """A step, and the formats of the factors of each product in FP8."""
+    calls, kernel = list[tuple[str, str]](), torch.ops.aten._scaled_mm
+
+    def counted(first: torch.Tensor, second: torch.Tensor, *more: Any) -> torch.Tensor:
+        calls.append((str(first.dtype), str(second.dtype)))
+        return kernel(first, second, *more)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.ops.aten, "_scaled_mm", counted)
+        (share,) = run_steps(task, AS_PLANNED)
+    return share, calls
+
+
+def test_the_products_with_weights_of_layers_are_in_fp8_in_all_passes_and_no_others():
+    task, _ = fp8_task("tp=1,pp=1,dp=1,mbs=2"), multiplies_fp8(CPU)  # tried once, before products are counted
+    ((_, calls),) = on_ranks(1, run_counting, task)
+    number = 2 * task.plan.model.num_layers * WEIGHTS  # two micro-batches
+    assert calls.count((str(VALUES), str(VALUES))) == number
+    assert calls.count((str(GRADIENTS), str(VALUES))) == 2 * number
+    assert len(calls) == 3 * number
+
+
+def run_in_modes(task: Task) -> list[StepShare]:
+    """A step of the interpreter, of generated functions, and of functions whose products are joined."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiled, "compiler_of", lambda _: lambda piece, _: piece)
+        modes: tuple[EngineMode, ...] = ("literal", "generated", "compiled")
+        return [share for mode in modes for share in run_steps(task, AS_PLANNED, mode)]
+
+
+def test_generated_functions_round_as_the_interpreter_does_and_joined_products_nearly():
+    ((literal, generated, joined),) = on_ranks(1, run_in_modes, fp8_task("tp=1,pp=1,dp=1"))
+    same(literal, generated)
+    apart, together = (
+        np.concatenate([share.gradients[name].array.reshape(-1) for name in literal.gradients])
+        for share in (literal, joined)
+    )
+    assert 0 < np.linalg.norm(apart - together) < 0.15 * np.linalg.norm(apart)  # a scale for several weights
+
+
+@pytest.mark.slow
+def test_a_model_learns_as_fast_as_in_bf16():
+    losses = [
+        np.array([share.loss for share in on_ranks(1, run_steps, fp8_task("tp=1,pp=1,dp=1", 30, name), AS_PLANNED)[0]])
+        for name in (FP8, "bf16")
+    ]
+    assert losses[0][-1] == pytest.approx(losses[1][-1], rel=0.02) and (losses[0] != losses[1]).any()
