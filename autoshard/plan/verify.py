@@ -72,13 +72,14 @@ def unrun_precision(plan: Plan) -> str:
     """
     have, weights = plan.workload.precision, plan.workload.precision.masters or plan.workload.precision.weights
     on_torch, small = plan.engine == "torch", {"bf16"} if plan.engine == "torch" else set[Dtype]()
-    products = {None, "fp8"} if on_torch and not plan.model.num_experts else {None}
+    of_what = "experts" if plan.model.num_experts else "the code of a module" if plan.model.traced else ""
+    products = {None, "fp8"} if on_torch and not of_what else {None}
     gradients = {weights} | (small or {have.weights})
     fits = have.products in products and have.moments in {weights, *small} and have.gradients in gradients
     if fits or have.name in PRECISIONS:
         return ""
-    of_what = " for experts" if on_torch and have.products == "fp8" and plan.model.num_experts else ""
-    return f"precision={have.name}: is priced, and the {plan.engine} engine does not run it yet{of_what}"
+    where = f" for {of_what}" if on_torch and have.products == "fp8" and of_what else ""
+    return f"precision={have.name}: is priced, and the {plan.engine} engine does not run it yet{where}"
 
 
 def unrun(plan: Plan) -> tuple[Rejection, ...]:
