@@ -68,13 +68,13 @@ def test_every_optimizer_gives_the_numbers_of_torch():
 
 
 def restored() -> float:
-    """Take two steps, save, load into another optimizer and module, and take one more; the difference to three."""
+    """Take two steps, save, load where others were taken before, and take one more; the difference of both."""
     plain, x = stack(2), batch()
     modules = [shard(copy.deepcopy(plain), [x], "a=2") for _ in range(2)]
     optimizers = [autoshard.sharded_optimizer(torch.optim.AdamW, one.parameters(), lr=0.1) for one in modules]
-    for _ in range(2):
-        backward(modules[0], x)
-        optimizers[0].step()
+    for number in (0, 0, 1, 1, 1):
+        backward(modules[number], x)
+        optimizers[number].step()
     modules[1].load_state_dict(modules[0].state_dict())
     state = copy.deepcopy(get_optimizer_state_dict(modules[0], optimizers[0]))  # of which torch copies nothing
     set_optimizer_state_dict(modules[1], optimizers[1], state)

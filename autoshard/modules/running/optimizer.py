@@ -1,7 +1,8 @@
 """Optimizers of torch on the parts of parameters that a rank holds, without what DTensor costs for each operation."""
 
+import operator
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ class _OnParts(torch.optim.Optimizer):
     """Steps on parts of DTensors: they stand in the groups and in the state while the optimizer of torch runs."""
 
     kind: type[torch.optim.Optimizer]
+    parts: "_Parts | None" = None  # of the step before; torch neither saves nor copies them
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Take a step."""
@@ -43,55 +45,93 @@ class _OnParts(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         wholes, state = [group["params"] for group in self.param_groups], self.state
-        parts = [[_part_of(whole) for whole in group] for group in wholes]
-        pairs = [pair for group in zip(wholes, parts, strict=True) for pair in zip(*group, strict=True)]
+        parts, self.parts = self.parts, None
+        if parts is None or not _are_same(_objects(wholes, state), parts.objects):
+            parts = _Parts(wholes, state)
         try:
-            self.state = defaultdict(dict, {part: _parts_in(state[whole]) for whole, part in pairs if whole in state})
-            for group, group_parts in zip(self.param_groups, parts, strict=True):
+            parts.take_gradients()
+            self.state = parts.state
+            for group, group_parts in zip(self.param_groups, parts.groups, strict=True):
                 group["params"] = group_parts
             update: Any = self.kind.step
             # Torch calls the hooks of a step around this class's own step already.
             (update.__wrapped__ if getattr(update, "hooked", False) else update)(self)
         finally:
-            updated, self.state = self.state, state
+            self.state = state
             for group, whole in zip(self.param_groups, wholes, strict=True):
                 group["params"] = whole
-        for whole, part in pairs:
-            if part in updated:
-                _take_over(state[whole], updated[part], whole)
+            parts.drop_gradients()
+        if _are_same(_values(parts.groups, parts.state), parts.values):
+            self.parts = parts
+        else:
+            for whole, part in parts.pairs:
+                if part in parts.state:
+                    _take_over(state[whole], parts.state[part], whole)
         return loss
 
 
+class _Parts:
+    """This rank's parts of parameters and of their state, kept from step to step while these are the same objects."""
+
+    def __init__(
+        self, wholes: Sequence[Sequence[torch.Tensor]], state: Mapping[torch.Tensor, Mapping[str, Any]]
+    ) -> None:
+        self.objects = _objects(wholes, state)
+        self.groups = [[_part_of(whole) for whole in group] for group in wholes]
+        self.pairs = [pair for group in zip(wholes, self.groups, strict=True) for pair in zip(*group, strict=True)]
+        self.state: defaultdict[torch.Tensor, dict[str, Any]] = defaultdict(dict)
+        for whole, part in self.pairs:
+            if whole in state:
+                self.state[part] = {name: _local(value) for name, value in state[whole].items()}
+        self.values = _values(self.groups, self.state)
+
+    def take_gradients(self) -> None:
+        """Let each part have its part of the gradient."""
+        for whole, part in self.pairs:
+            gradient = whole.grad
+            if gradient is not None and isinstance(whole, DTensor):
+                assert isinstance(gradient, DTensor), "gradients of a sharded module are DTensors"
+                if gradient.placements != whole.placements:
+                    gradient = gradient.redistribute(placements=whole.placements)
+                part.grad = _local(gradient)
+
+    def drop_gradients(self) -> None:
+        """Leave gradients to the parameters: loops free them there."""
+        for whole, part in self.pairs:
+            if part is not whole:
+                part.grad = None
+
+
+def _objects(wholes: Sequence[Sequence[torch.Tensor]], state: Mapping[torch.Tensor, Mapping[str, Any]]) -> list[Any]:
+    """Return the objects from which parts are made; a user may replace any of them between two steps."""
+    return [value for group in wholes for value in (*group, *map(_local, group), None)] + _values(wholes, state)
+
+
+def _values(groups: Iterable[Iterable[torch.Tensor]], state: Mapping[torch.Tensor, Mapping[str, Any]]) -> list[Any]:
+    return [value for group in groups for tensor in group for value in state.get(tensor, {}).values()]
+
+
+def _are_same(objects: Sequence[Any], others: Sequence[Any]) -> bool:
+    return len(objects) == len(others) and all(map(operator.is_, objects, others))
+
+
 def _part_of(whole: torch.Tensor) -> torch.Tensor:
-    """Return the part of a parameter that this rank holds, with its gradient."""
-    if not isinstance(whole, DTensor):
-        return whole
-    part, gradient = whole._local_tensor.detach(), whole.grad  # pyright: ignore[reportPrivateUsage]
-    if gradient is not None:
-        assert isinstance(gradient, DTensor), "gradients of a sharded module are DTensors"
-        if gradient.placements != whole.placements:
-            gradient = gradient.redistribute(placements=whole.placements)
-        part.grad = gradient._local_tensor  # pyright: ignore[reportPrivateUsage]
-    return part
+    return _local(whole).detach() if isinstance(whole, DTensor) else whole
 
 
-def _parts_in(state: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        name: value._local_tensor if isinstance(value, DTensor) else value  # pyright: ignore[reportPrivateUsage]
-        for name, value in state.items()
-    }
+def _local(value: Any) -> Any:
+    return value._local_tensor if isinstance(value, DTensor) else value  # pyright: ignore[reportPrivateUsage]
 
 
 def _take_over(state: dict[str, Any], updated: Mapping[str, Any], whole: torch.Tensor) -> None:
     """Note the state that a step has added or replaced; what has the shape of the parameter's part is a part, too."""
     for name, value in updated.items():
-        before = state.get(name)
-        if (before._local_tensor if isinstance(before, DTensor) else before) is not value:  # pyright: ignore[reportPrivateUsage]
+        if _local(state.get(name)) is not value:
             state[name] = _like(value, whole) if isinstance(whole, DTensor) else value
 
 
 def _like(value: Any, whole: DTensor) -> Any:
-    part: torch.Tensor = whole._local_tensor  # pyright: ignore[reportPrivateUsage]
+    part: torch.Tensor = _local(whole)
     if not isinstance(value, torch.Tensor) or value.dim() == 0 or value.shape != part.shape:
         return value
     return DTensor.from_local(
