@@ -211,23 +211,22 @@ def test_texts_that_say_nothing_are_refused(text: str, says: str):
         LocalDims.of(text, "here")
 
 
-def test_what_cannot_be_probed_is_taken_as_promised():
-    def only_eight(x: torch.Tensor) -> torch.Tensor:
-        if x.shape[0] not in (4, 8):
-            raise RuntimeError("a kernel for 4 or 8")
-        return x - x.mean(0)
+def only_eight(x: torch.Tensor) -> torch.Tensor:
+    if x.shape[0] not in (4, 8):
+        raise RuntimeError("a kernel for 4 or 8")
+    return x - x.mean(0)
 
-    captured = capture(Calls(autoshard.local("batch _ -> batch _")(only_eight)), (torch.randn(8, 4),))
+
+def endless(x: torch.Tensor) -> torch.Tensor:
+    while (x < 0).any():
+        x = x * 0.5 - 1
+    return x - x.mean(0)
+
+
+@pytest.mark.parametrize("function", [only_eight, endless])
+def test_what_cannot_be_probed_is_taken_as_promised(function: Any):
+    captured = capture(Calls(autoshard.local("batch _ -> batch _")(function)), (torch.randn(8, 4),))
     assert not captured.program.kept_whole
-
-
-def test_a_function_that_never_ends_on_random_numbers_is_taken_as_promised():
-    def endless(x: torch.Tensor) -> torch.Tensor:
-        while (x < 0).any():
-            x = x * 0.5 - 1
-        return x - x.mean(0)
-
-    capture(Calls(autoshard.local("batch _ -> batch _")(endless)), (torch.randn(8, 4),))
 
 
 def test_one_tensor_given_twice_is_cut_in_one_place_only():

@@ -46,8 +46,9 @@ def test_every_cluster_file_is_a_node_type_of_its_name_that_reads_back(tmp_path:
 
 @pytest.mark.parametrize(("folder", "kind"), [("chips", Chip), ("links", NodeLink)])
 def test_every_chip_and_link_of_the_catalogue_is_one(folder: str, kind: type):
-    for path in (ROOT / "autoshard" / "spec" / "clusters" / folder).glob("*.json"):
-        decode(kind, json.loads(path.read_text(encoding="utf-8")), where=path.name)
+    paths = sorted((ROOT / "autoshard" / "spec" / "clusters" / folder).glob("*.json"))
+    named = [decode(kind, json.loads(path.read_text(encoding="utf-8")), where=path.name).name for path in paths]
+    assert named and named == [path.stem for path in paths]
 
 
 def test_the_cluster_file_and_the_card_of_the_docs_are_whole_and_work(tmp_path: Path):
