@@ -138,9 +138,11 @@ def test_other_questions_are_filtered_as_their_points_are(request_: Request):
 
 
 def test_the_example_of_a_refusal_has_least_else_against_it():
-    request = ask("tiny-llama", global_batch=4, pins="mbs=1")
+    request = ask("tiny-llama", ranks=8, global_batch=4)
     lists = [own for kinds in rejections_alone(request).values() for own in kinds.values()]
-    for refusal in legal_space(request, "torch").refusals:
+    refusals = legal_space(request, "torch").refusals
+    assert len(refusals) >= 2
+    for refusal in refusals:
         least = min(len(own) for own in lists if refusal.rule_id in {one.rule_id for one in own})
         shown = min(len(own) for own in lists if refusal.example in {one.message for one in own})
         assert shown == least, refusal
@@ -195,18 +197,19 @@ def usual(point: Candidate) -> Candidate:
         [
             ask("tiny-llama", ranks=2, global_batch=4, pins="mbs=1"),
             ask("tiny-mixtral", ranks=2, global_batch=4, pins="mbs=1"),
-            ask("llama3-8b", "trn1.32xlarge", pins="tp=8,pp=4,mbs=1", global_batch=4),
         ],
         0,
-        3,
+        2,
     ),
-    ids=["tiny-llama", "tiny-mixtral", "trn1"],
+    ids=["tiny-llama", "tiny-mixtral"],
 )
 def test_what_is_not_listed_is_refused_or_the_same_as_what_is(request_: Request):
     truth = Truth(request_)
     known = {bare(point.candidate): point for point in truth.legal}
     every = np.random.default_rng(3).permutation(np.array(list(every_point(request_)), dtype=object)).tolist()
     others = (point for point in every if not says_something(point, request_) and not refused(request_, point))
-    for point in islice(others, 25):
+    unlisted = [*islice(others, 25)]
+    assert len(unlisted) >= 20
+    for point in unlisted:
         same = known[bare(usual(point))]
         assert same.cost_of(point) == pytest.approx(same.cost_of(same.candidate), rel=1e-12), str(point)
