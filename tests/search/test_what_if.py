@@ -22,12 +22,7 @@ from autoshard.search.ask.what_if import (
     why_not,
 )
 from autoshard.search.bound.request import Request
-from tests.search.brute_force import ask
-
-
-def time_s(plan: Plan) -> float:
-    assert plan.prediction
-    return plan.prediction.step_time_s
+from tests.search.brute_force import ask, time_s
 
 
 @pytest.fixture(scope="module", autouse=True)
