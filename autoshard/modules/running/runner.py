@@ -19,6 +19,7 @@ from autoshard.modules.running.batches import BatchRows, OwnRows
 from autoshard.modules.running.capturing import PassCapture
 from autoshard.modules.running.functions import FunctionWriter
 from autoshard.modules.running.inputs import FixedInputs, InputPart, VaryingInputs
+from autoshard.modules.running.overflow import spread_overflow
 from autoshard.modules.running.placing import placeable, placements
 from autoshard.modules.running.rank_program import RankProgram, local_shape
 from autoshard.modules.running.weights import RestingWeight
@@ -211,6 +212,9 @@ class RankRunner:
                 values[f"d.{name}"] = zero if gradient is None else gradient
         with self._casts_of_forward():
             run_steps(self.passes[True].backward, values)
+        if self.exported.call.autocast is torch.float16 and self.device_mesh.size() > 1:
+            parts = [values[weight.gradient] for weight in weights if weight.computed]
+            spread_overflow(parts, program.context.formats.device)
         gradients: list[Any] = []
         for weight, parameter in zip(weights, tensors, strict=False):
             if weight.computed:
