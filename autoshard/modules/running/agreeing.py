@@ -8,11 +8,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from autoshard.errors import require
+from autoshard.errors import InputError, require
 from autoshard.modules.state.spaces import is_simple
 from autoshard.run.protocol import HOST
 
-_EVERY = 64  # calls: numbers of inputs are compared again
+_EVERY = 64  # calls: numbers of large inputs are compared again
+_SMALL_BYTES = 2**16  # of inputs on hosts, whose numbers are compared at every call: it takes 0.1 ms
 _WORDS = 2**20  # that are read at once
 _ODD = 0x9E3779B97F4A7C15 - 2**64  # its multiples have all bits mixed
 
@@ -37,6 +38,13 @@ def sum_of_bits(tensor: torch.Tensor) -> int:
     return int(total)
 
 
+def is_small(flat: Sequence[Any]) -> bool:
+    """Say whether the numbers of inputs are soon read, without waiting for an accelerator."""
+    tensors = [value for value in flat if isinstance(value, torch.Tensor)]
+    on_host = all(tensor.device.type == HOST for tensor in tensors)
+    return on_host and sum(tensor.numel() * tensor.element_size() for tensor in tensors) <= _SMALL_BYTES
+
+
 def shown_input(value: Any, *, is_part: bool = False) -> str:
     """Say what an input is, but for its numbers, and for the number of rows of a part of a batch."""
     if isinstance(value, torch.Tensor):
@@ -58,30 +66,38 @@ class InputLook:
 
 @dataclass(kw_only=True)
 class CallAgreement:
-    """Compares what the ranks give a module: shapes at every call, numbers at the first of a kind and at some later."""
+    """Compares what the ranks give a module: shapes at every call; numbers too, of large inputs at few of them."""
 
-    group: dist.ProcessGroup | None  # of all ranks, on hosts: no accelerator is waited for
+    group: dist.ProcessGroup | None  # of all ranks, on hosts: no accelerator is waited for, and nobody else uses it
     num_ranks: int
     num_calls: int = 0
     seen: set[tuple[int, ...]] = field(default_factory=set[tuple[int, ...]])
 
     @classmethod
-    def of(cls, device_type: str) -> "CallAgreement":
-        """Prepare it for all ranks, whose tensors are on devices of this type; every rank asks for it at once."""
-        group: Any = None if device_type == HOST else dist.new_group(backend="gloo")
+    def for_all_ranks(cls) -> "CallAgreement":
+        """Prepare it for all ranks; every rank asks for it at once."""
+        group: Any = dist.new_group(backend="gloo")
         return cls(group=group, num_ranks=dist.get_world_size())
 
-    def headers(self, kind: Sequence[int], num_rows: int, numbers: Callable[[], Sequence[int]]) -> list[list[int]]:
+    def headers(
+        self, kind: Sequence[int], num_rows: int, numbers: Callable[[], Sequence[int]], *, always: bool
+    ) -> list[list[int]]:
         """Return of all ranks what they are about to call: its kind, rows, and what stands for numbers of inputs.
 
-        The latter are 0 at calls that do not compare them.
+        The latter are 0 where a rank does not compare them, which it does at ``always``.
         """
-        is_due = tuple(kind) not in self.seen or self.num_calls % _EVERY == 0
+        is_due = always or tuple(kind) not in self.seen or self.num_calls % _EVERY == 0
         self.num_calls += 1
         self.seen.add(tuple(kind))
         header = [*kind, num_rows, *(numbers() if is_due else (0, 0))]
         headers = torch.empty(self.num_ranks * len(header), dtype=torch.int64)
-        dist.all_gather_single(headers, torch.tensor(header), group=self.group)
+        try:
+            dist.all_gather_single(headers, torch.tensor(header), group=self.group)
+        except RuntimeError as error:
+            message = f"was called on rank {dist.get_rank()}, and not on all others: {_first_line(error)}"
+            raise InputError.of(
+                "module", f"{message}; call it on all ranks, and use the results where you like"
+            ) from error
         return headers.reshape(self.num_ranks, -1).tolist()
 
     def exchanged(self, value: Any) -> list[Any]:
@@ -89,6 +105,11 @@ class CallAgreement:
         values: list[Any] = [None] * self.num_ranks
         dist.all_gather_object(values, value, group=self.group)
         return values
+
+
+def _first_line(error: Exception) -> str:
+    """Return what went wrong, without where in gloo."""
+    return str(error).partition("\n")[0].rpartition("] ")[2].partition(". ")[0]
 
 
 def refuse_kinds(by_rank: Sequence[Sequence[InputLook]], remedy: str) -> None:

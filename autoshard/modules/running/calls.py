@@ -1,7 +1,7 @@
 """What the ranks bring to a call of a sharded module: the same batch, or each its part of one."""
 
 import inspect
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -15,6 +15,7 @@ from autoshard.modules.nodes import place_in_tree
 from autoshard.modules.running.agreeing import (
     CallAgreement,
     InputLook,
+    is_small,
     number_of,
     refuse_kinds,
     refuse_numbers,
@@ -77,7 +78,7 @@ class RankInputs:
         """Prepare groups for a mesh; along ``axes`` ranks bring parts of a batch. A single rank needs none."""
         if mesh.size() == 1:
             return None
-        return cls(agreement=CallAgreement.of(mesh.device_type), batch=LocalBatch.of(mesh, axes) if axes else None)
+        return cls(agreement=CallAgreement.for_all_ranks(), batch=LocalBatch.of(mesh, axes) if axes else None)
 
     def agreed(
         self,
@@ -96,10 +97,10 @@ class RankInputs:
         if modes not in self.numbers:
             self.numbers[modes] = number_of([sorted(mode) if isinstance(mode, frozenset) else mode for mode in modes])  # pyright: ignore
         kind = number_of(str(layout), call.shown(), self.numbers[modes]), states
-        headers = self.agreement.headers(kind, count, call.totals)
+        headers = self.agreement.headers(kind, count, call.totals, always=is_small(flat))
         sharing = self.batch.sharing if self.batch else []
-        is_alike = len({(*header[:2], header[3]) for header in headers}) == 1
-        if not (is_alike and all(len({headers[rank][4] for rank in group}) == 1 for group in sharing)):
+        is_alike = len({(*header[:2],) for header in headers}) == 1 and _is_same(header[3] for header in headers)
+        if not (is_alike and all(_is_same(headers[rank][4] for rank in group) for group in sharing)):
             self.agreement.seen.clear()  # on all ranks, so that all compare numbers at the same calls
             self._refuse(call, sharing)
         if not self.batch:
@@ -127,3 +128,8 @@ class RankInputs:
         if self.batch:
             refuse_numbers(parts, sharing, self.batch.remedy())
         raise InputError.of("module", _ELSE)
+
+
+def _is_same(numbers: Iterable[int]) -> bool:
+    """Say whether all ranks that compare numbers have the same; the others have 0."""
+    return len({*numbers} - {0}) <= 1

@@ -1,6 +1,7 @@
 """Batches of ranks: the same everywhere, or a part of one each; what does not fit is refused by all, and none waits."""
 
 import copy
+from datetime import timedelta
 from typing import Any, cast
 
 import pytest
@@ -9,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from autoshard.errors import InputError
+from autoshard.modules.running import agreeing
 from autoshard.modules.sharded import shard
 from tests.ranks.spawn import on_ranks
 from tests.slower import rest_is_slow
@@ -132,9 +134,13 @@ def other_batches() -> dict[str, str]:
     found["modes"] = refused(module, batch(4))
     module.train()
     module(**batch(4))
-    module(**batch(4, seed=number))  # numbers are not compared at every call
-    cast(Any, module).autoshard.rank_inputs.agreement.num_calls = 64
     found["later"] = refused(module, batch(4, seed=number))
+    module(**batch(4))
+    agreeing._SMALL_BYTES = 0  # pyright: ignore[reportPrivateUsage]
+    module(**batch(4, seed=number))  # numbers of large inputs are not compared at every call
+    cast(Any, module).autoshard.rank_inputs.agreement.num_calls = 64
+    found["64th"] = refused(module, batch(4, seed=number))
+    agreeing._SMALL_BYTES = 2**16  # pyright: ignore[reportPrivateUsage]
     return found
 
 
@@ -148,7 +154,24 @@ def test_batches_that_differ_are_refused_on_all_ranks():
         assert "inputs.words: is 4 x 6 of int64 on rank 0, and 4 x 7 of int64 on rank 1; give" in found["shape"]
         assert "inputs.labels: is 4 x 6 of int64 on rank 0, and 4 x 6 of int32 on rank 1; give" in found["formats"]
         assert found["modes"].startswith("module: is called in another way on some ranks: it trains or not")
-        assert found["later"] == found["numbers"]
+        assert found["later"] == found["64th"] == found["numbers"]
+
+
+def called_by_some() -> str:
+    module: Any = shard(tagger(), batch(4), "dp=2", results=["loss"])
+    refusal, agreement = "", module.autoshard.rank_inputs.agreement
+    backend = agreement.group._get_backend(torch.device("cpu"))
+    backend._set_default_timeout(timedelta(seconds=1))
+    if dist.get_rank() == 0:
+        refusal = refused(module, batch(4))
+    dist.barrier()  # collectives of others are none of the module's
+    return refusal
+
+
+def test_a_call_by_some_ranks_is_refused_in_a_sentence():
+    first, second = on_ranks(2, called_by_some, timeout_s=300)
+    assert first.startswith("module: was called on rank 0, and not on all others: Timed out waiting")
+    assert not second
 
 
 def other_parts() -> dict[str, str]:
