@@ -17,7 +17,7 @@ from autoshard.version import __version__
 
 __all__ = [
     "__version__", "compare", "explain", "export", "import_", "load", "local", "plan", "read_decoder", "report", "run",
-    "shard", "shard_block", "shard_module", "sharded_optimizer", "verify",
+    "shard", "shard_block", "shard_module", "sharded_optimizer", "sharded_trainer", "verify",
 ]  # fmt: skip
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from autoshard.modules.decoder.reading import read_decoder as read_decoder
     from autoshard.modules.local import local as local
     from autoshard.modules.running.optimizer import sharded_optimizer as sharded_optimizer
+    from autoshard.modules.running.wholes import sharded_trainer as sharded_trainer
     from autoshard.modules.shard import shard_module as shard_module
     from autoshard.modules.sharded import shard as shard
     from autoshard.search.ask.api import plan as plan
@@ -87,6 +88,7 @@ _PLACES = {
     "shard_block": "autoshard.blocks.shard_block",
     "shard_module": "autoshard.modules.shard",
     "sharded_optimizer": "autoshard.modules.running.optimizer",
+    "sharded_trainer": "autoshard.modules.running.wholes",
     **dict.fromkeys(("compare", "explain", "export", "import_", "load", "verify"), "autoshard.verbs"),
 }
 

@@ -31,6 +31,7 @@ from autoshard.modules.running.meshes import cluster_of, device_mesh_of
 from autoshard.modules.running.parts import allow_part_calls, refuse_part_calls
 from autoshard.modules.running.rank_program import RankProgram, local_shape
 from autoshard.modules.running.runner import RankRunner
+from autoshard.modules.running.wholes import part_like, save_whole
 from autoshard.modules.shard import Inputs, ModuleSharding, shard_module, sharding_of
 from autoshard.modules.state.tree import ModuleTree, tree_of
 from autoshard.plan.module_plan import ModulePlan, load_module_plan
@@ -157,6 +158,14 @@ class ShardedModule(torch.nn.Module):
         """Say beside what the class says how the module is sharded."""
         return "\n".join(text for text in (super().extra_repr(), str(self.autoshard.first.sharding)) if text)
 
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:  # pyright: ignore
+        """Load whole tensors too, as a plain module saves them: each rank takes its part."""
+        for name, parameter in self.named_parameters(remove_duplicate=False):
+            whole = state_dict.get(prefix + name)
+            if whole is not None:
+                state_dict[prefix + name] = part_like(parameter, whole)
+        super()._load_from_state_dict(state_dict, prefix, *rest)  # pyright: ignore[reportPrivateUsage]
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         message = "each rank has parts of it, so it is not pickled; save its state (torch.distributed.checkpoint)"
         raise InputError.of("module", message)
@@ -196,6 +205,8 @@ def _sharded_class(kind: type[torch.nn.Module]) -> type[ShardedModule]:
         return ShardedModule.forward(self, *args, **kwargs)
 
     attributes = {"__module__": kind.__module__, "forward": forward}
+    if hasattr(kind, "save_pretrained"):
+        attributes["save_pretrained"] = save_whole
     return type(f"Sharded{kind.__name__}", (ShardedModule, kind), attributes)
 
 
