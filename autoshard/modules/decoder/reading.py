@@ -22,6 +22,7 @@ _LONGEST = 8192  # tokens that are looked at, unless a sequence is asked for
 _MOST = 16384  # masks are evaluated: a byte for each pair
 _NOT_ITS_CARD = "it is not the card of its config"
 _OWN_INPUTS = "it was given inputs of its own, and cards are compared for tokens alone"
+_MIXED = "to be on the same device"  # as torch says of code that makes masks where its weights are not
 _SEQUENCES = 2  # so that a batch is a dim
 
 
@@ -41,6 +42,10 @@ def decoder_of(where: str, seq_len: int | None = None, show: Show = lambda _: No
     try:
         return read(on_meta=True)
     except NoValues:  # masks that are made of buffers
+        return read(on_meta=False)
+    except InputError as error:
+        if _MIXED not in str(error):
+            raise
         return read(on_meta=False)
 
 

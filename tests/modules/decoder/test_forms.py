@@ -344,6 +344,23 @@ def test_a_mask_of_a_buffer_has_the_module_made_with_its_numbers():
     assert decoder_of("tests.modules.decoder.test_forms:buffered", 32).num_layers == 2
 
 
+class OnHost(Layer):
+    """Makes its mask of the last tokens where torch makes tensors, as scripts do that know one device."""
+
+    def mixed(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+        places = torch.arange(query.shape[-2])
+        distance = places[:, None] - places
+        return super().mixed(query, key, value, (distance >= 0) & (distance < 8))
+
+
+def on_host() -> nn.Module:
+    return with_layers(OnHost, OnHost)
+
+
+def test_a_mask_that_is_made_on_the_host_has_the_module_made_there():
+    assert decoder_of("tests.modules.decoder.test_forms:on_host", 32).num_layers == 2
+
+
 class Padded(nn.Module):
     """Which tokens there are is an input."""
 
