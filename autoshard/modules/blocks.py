@@ -13,7 +13,7 @@ from autoshard.graph.kinds.indexing import Lookup
 from autoshard.graph.kinds.linear import Einsum
 from autoshard.graph.kinds.pointwise import Add
 from autoshard.graph.op import Dims
-from autoshard.modules.dims import Dim, Position, factors, match_sizes
+from autoshard.modules.dims import Dim, Position, factors, match_sizes, shown_hint
 from autoshard.modules.grouping import outside_reads, regions
 from autoshard.modules.program import Read, Traced, TracedProgram, TracedStep, free_name
 from autoshard.modules.region import Alias, Local, Positions, Region
@@ -223,7 +223,7 @@ def _named(program: TracedProgram) -> Mapping[Dim, str]:
     hidden = _hidden(program)
     for dim in (dim for dims in all_dims for dim in dims):
         if dim not in names:
-            hint = "hidden" if dim is hidden else re.sub(r"\W", "_", dim.hint).removesuffix("_proj") or "dim"
+            hint = "hidden" if dim is hidden else shown_hint(dim)
             count = sum(re.fullmatch(rf"{hint}(_\d+)?", name) is not None for name in names.values())
             names[dim] = f"{hint}_{count + 1}" if count else hint
     return names

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 
 from autoshard.errors import InputError, nearest, require
-from autoshard.modules.dims import Collision, NotAligned, Position, factors, fresh, note, size_of
+from autoshard.modules.dims import Collision, NotAligned, Position, factors, fresh, name_places, note, size_of
 from autoshard.modules.export import ExportedModule
 from autoshard.modules.local import MARK, NAMESPACE
 from autoshard.modules.nodes import Node, argument, line_of, replaced, tensors_of, torch_name
@@ -161,15 +162,14 @@ class ProgramReader:
 
     def _placeholder(self, node: Node) -> None:
         if node.name in self.parameters:
-            tied_node = next(
-                (tied for tied in self.views if self.parameters.get(tied.name) == self.parameters[node.name]), None
-            )
+            whole_path = self.parameters[node.name]
+            tied_node = next((tied for tied in self.views if self.parameters.get(tied.name) == whole_path), None)
             if tied_node is not None:
                 self.views[node] = self.views[tied_node]
                 return
-            path = [part for part in self.parameters[node.name].split(".") if not part.isdecimal()]
+            path = [part for part in whole_path.split(".") if not part.isdecimal()]
             hint = path[-2] if len(path) > 1 and path[-1] in ("weight", "bias") else path[-1]
-            self._value(node, "parameter", [hint][: node.meta["val"].dim()])
+            self._value(node, "parameter", [re.sub("_(weight|bias)$", "", hint)][: node.meta["val"].dim()])
         elif getattr(self.exported.arguments.get(node.name), "requires_grad", False):
             self._value(node, "carried", self.hints.get(node.name, ()))
 
@@ -186,14 +186,13 @@ class ProgramReader:
             raise InputError.of(line_of(node), f"{node.name} has a shape that only a run knows. {MARK}")
         message = f"names {len(hints)} dims, and the input has {tensor.dim()}"
         require((len(hints) <= tensor.dim(), f"hints.{node.name}", message))
-        names = [*hints, *("" for _ in range(tensor.dim() - len(hints)))]
-        is_given = origin != "parameter"
-        pairs = zip(tensor.shape, names, strict=True)
-        positions = tuple(fresh(size, hint, is_given=is_given and bool(hint)) for size, hint in pairs)
+        is_given, pairs = origin != "parameter", itertools.zip_longest(tensor.shape, hints, fillvalue="")
+        positions = tuple(fresh(size, hint, is_given=is_given and bool(hint)) for size, hint in pairs)  # pyright: ignore
         value = Traced(
             number=next(self.numbers), name=node.name, positions=positions, origin=origin, format=tensor.dtype,
             is_index=not tensor.is_floating_point(), is_wide=self._is_wide(tensor),
         )  # fmt: skip
+        name_places(node.name if is_given else "".join(hints), positions, int(node.op == "placeholder"))
         note(value.number, positions)
         self.values.append(value)
         view = self.views[node] = View(value, positions)
@@ -359,6 +358,7 @@ class ProgramReader:
             number=next(self.numbers), name=name or node.name, positions=positions, origin="made",
             format=format or output.dtype, is_index=not output.is_floating_point(), is_wide=self._is_wide(output),
         )  # fmt: skip
+        name_places(node.name, positions, 0)
         for reading in readings:
             note(-1 - reading.view.value.number if reading.renamed else reading.view.value.number, reading.positions)
         note(value.number, positions)

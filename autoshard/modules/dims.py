@@ -6,6 +6,7 @@ the same dims otherwise. Positions of size 1 hold no dim.
 
 import itertools
 import math
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -27,9 +28,14 @@ class Dim:
     size: int
     hint: str = ""  # of a name
     is_given: bool = False  # whether the user gave the hint
+    weight: int = 2  # of the hint: 2 for a name of the dim, 1 for a place in a tensor of the code, 0 in a result
     same: "Dim | None" = None
     parts: Position | None = None
     tensors: set[object] = field(default_factory=set[object])  # that have it, by number
+
+    def says(self) -> tuple[bool, int]:
+        """Return how much the hint says: one that the user gave most."""
+        return self.is_given, self.weight if self.hint else -1
 
     def root(self) -> "Dim":
         """Return the dim that stands for all that are equal to this one."""
@@ -86,6 +92,29 @@ def unify(first: Position, second: Position) -> None:
             _split(large, small.size)
 
 
+def name_places(tensor: str, positions: Sequence[Position], weight: int) -> None:
+    """Name dims that nothing names after a tensor that has them, and their place in it.
+
+    >>> name_places("x", [rows := fresh(8), columns := fresh(4, "up")], 1)
+    >>> rows[0].hint, columns[0].hint
+    ('x_dim0', 'up')
+    """
+    for axis, position in enumerate(positions):
+        for dim in factors(position):
+            if not dim.hint:
+                dim.hint, dim.weight = f"{tensor.lstrip('_')}_dim{axis}", weight
+
+
+def shown_hint(dim: Dim) -> str:
+    """Return the hint of a dim as a name: products by the name of what they make, as ``q`` for ``q_proj``.
+
+    >>> [shown_hint(Dim(4, hint)) for hint in ("q_proj", "in_proj", "layer 1", "")]
+    ['q', 'in_proj', 'layer_1', 'dim']
+    """
+    name = re.sub(r"\W", "_", dim.hint) or "dim"
+    return name if name in ("in_proj", "out_proj") else name.removesuffix("_proj")
+
+
 def separate(first: Dim, second: Dim) -> None:
     """Keep two dims from ever becoming one."""
     mark = object()
@@ -123,13 +152,14 @@ def _join(a: Dim, b: Dim) -> None:
     if a.tensors & b.tensors:
         raise Collision
     a.tensors |= b.tensors
-    if (b.is_given, bool(b.hint)) > (a.is_given, bool(a.hint)):
-        a.hint, a.is_given = b.hint, b.is_given
+    if b.says() > a.says():
+        a.hint, a.is_given, a.weight = b.hint, b.is_given, b.weight
     b.same = a
 
 
 def _split(dim: Dim, outer: int) -> None:
-    parts = Dim(outer, dim.hint, dim.is_given), Dim(dim.size // outer, dim.hint, dim.is_given)
+    sizes = outer, dim.size // outer
+    parts = tuple(Dim(size, dim.hint, dim.is_given, dim.weight) for size in sizes)
     for part in parts:
         part.tensors |= dim.tensors
     dim.parts = parts

@@ -137,6 +137,7 @@ class Reading:
         new: list[Dim] = []
         for old in factors(self.positions[axis]):
             (fresh_dim,) = fresh(old.size, old.hint)
+            fresh_dim.weight = old.weight
             separate(fresh_dim, old)
             self.renamed[old] = fresh_dim
             new.append(fresh_dim)

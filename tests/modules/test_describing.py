@@ -51,6 +51,26 @@ def test_a_layer_that_differs_has_a_line_and_copies_have_sums() -> None:
     assert f"  gradients: 8 x sums over dp, {size:.2f} KiB" in text
 
 
+class Pair(torch.nn.Module):
+    """Two sequences, a table of places, and a convolution."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places, self.conv = torch.nn.Parameter(torch.zeros(1, 6, 8)), torch.nn.Conv1d(8, 8, 3, padding=1)
+        self.out_proj = torch.nn.Linear(8, 5)
+
+    def forward(self, src: torch.Tensor, tgt: torch.Tensor) -> torch.Tensor:
+        both = torch.einsum("bsh,bth->bts", src, tgt + self.places).softmax(-1) @ src
+        return self.out_proj(self.conv(both.transpose(1, 2)).transpose(1, 2))
+
+
+def test_dims_have_names_of_arguments_and_attributes() -> None:
+    found = shard_module(Pair(), [torch.randn(4, 7, 8), torch.randn(4, 6, 8)], "h100-80", "tp=8")
+    assert found.dims["places"] == ("1", "places_dim1", "conv_dim1") and found.dims["out_proj.weight"][0] == "out_proj"
+    assert {"tgt_dim0", "src_dim1", "conv_dim2"} <= {*found.traced.sizes}
+    assert not [name for name in found.traced.sizes if name.startswith("dim")]
+
+
 def test_weights_that_rest_in_pieces_are_said_to_be_gathered() -> None:
     module, inputs = stack(2)
     found = shard_module(module, inputs, "h100-80", "dp=8", batch="dp", precision="fp32")

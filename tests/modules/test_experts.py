@@ -152,8 +152,11 @@ def test_mixtures_in_random_layouts_train_as_on_one_process(kind: str, seed: int
 
 
 _LAYOUTS: Mapping[str, Mapping[str, str]] = {
-    "Qwen3Moe": {"*.gate_up_proj": "[_, dim_2/model, _]", "*.experts.down_proj": "[_, _, dim_2/model]"},
-    "GptOss": {"*.gate_up_proj": "[_, _, dim/model]", "*.experts.down_proj": "[_, dim/model, _]"},
+    "Qwen3Moe": {
+        "*.gate_up_proj": "[_, down_proj_dim2/model, _]",
+        "*.experts.down_proj": "[_, _, down_proj_dim2/model]",
+    },
+    "GptOss": {"*.gate_up_proj": "[_, _, down_proj_dim1/model]", "*.experts.down_proj": "[_, down_proj_dim1/model, _]"},
 }
 
 

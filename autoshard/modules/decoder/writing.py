@@ -1,6 +1,5 @@
 """The pieces of a decoder's segments as lines of the planner's graph."""
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -17,7 +16,7 @@ from autoshard.graph.written import WrittenOp
 from autoshard.modules.decoder.naming import Roles, in_order
 from autoshard.modules.decoder.pieces import Piece, WeightPart
 from autoshard.modules.decoder.segments import Segment
-from autoshard.modules.dims import Dim, size_of
+from autoshard.modules.dims import Dim, shown_hint, size_of
 from autoshard.modules.program import Traced
 
 _POSITIONS, _KEY_POSITIONS = "positions[seq]:int64", "key_positions[kv_seq]:int64"
@@ -62,7 +61,7 @@ class LineWriter:
 
     def _name(self, dim: Dim) -> str:
         if dim not in self.dims:
-            hint = re.sub(r"\W", "_", dim.hint).removesuffix("_proj") or "dim"
+            hint = shown_hint(dim)
             count = sum(name == hint or name.startswith(f"{hint}_") for name in self.sizes)
             self.dims[dim] = f"{hint}_{count + 1}" if count or hint in self.dims.values() else hint
             self.sizes[self.dims[dim]] = dim.size
