@@ -137,6 +137,32 @@ def test_what_backward_would_leave_out_is_refused_with_its_place():
         assert all(text in message for text, message in zip(says, found, strict=True)), found
 
 
+class Around(nn.Module):
+    """Puts a checkpoint around a module, which keeps its values itself when it is sharded."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> Any:
+        result: Any = checkpoint(self.inner, x, use_reentrant=False)
+        return result
+
+
+class Curved(Layers):
+    def forward(self, x: torch.Tensor) -> Any:
+        return nn.functional.gelu(super().forward(x))
+
+
+def with_checkpoint_around() -> float:
+    plain, module = both(Curved)
+    return worst(Around(plain), Around(module))
+
+
+def test_a_checkpoint_may_be_around_a_sharded_module():
+    assert max(on_ranks(2, with_checkpoint_around)) < 1e-12
+
+
 def of_both(found: Any) -> torch.Tensor:
     return found[0].abs().mean() + found[1]
 

@@ -252,7 +252,9 @@ class _ShardedCall(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, runner: RankRunner, inputs: Mapping[str, torch.Tensor], *tensors: torch.Tensor) -> Any:  # pyright: ignore
         ctx.runner, ctx.tensors, ctx.saved = runner, tensors, Values()
-        results = dict(zip(runner.traced.block.gives, runner.forward(inputs, tensors, ctx.saved), strict=True))
+        with torch.autograd.graph.saved_tensors_hooks(_unchanged, _unchanged):  # a checkpoint around has its own
+            parts = runner.forward(inputs, tensors, ctx.saved)
+        results = dict(zip(runner.traced.block.gives, parts, strict=True))
         ctx.mark_non_differentiable(*(result for name, result in results.items() if name not in runner.moved))
         ctx.set_materialize_grads(False)
         return tuple(results.values())
@@ -269,6 +271,11 @@ class _ShardedCall(torch.autograd.Function):
                 raise RuntimeError(runner.without_gradient(name))
         values, ctx.saved = ctx.saved, None
         return None, None, *ctx.runner.backward(values, ctx.tensors, upstream)
+
+
+def _unchanged(tensor: torch.Tensor) -> torch.Tensor:
+    """Keep what torch saves inside of a program as it is."""
+    return tensor
 
 
 def tensor_at(module: torch.nn.Module, path: str) -> torch.Tensor:
