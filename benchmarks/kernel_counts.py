@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 import autoshard.engine.torch.generated as generated
-import autoshard.engine.torch.joint as joint
+import autoshard.engine.torch.kernels.matrices as matrices
 import autoshard.engine.torch.steps as steps
 import autoshard.engine.torch.writing as text_writing
 from autoshard.engine.programs import BlockProgram, programs_of
@@ -154,8 +154,7 @@ def _rank_of(plan: Plan) -> Iterator[tuple[RankContext, Mapping[str, BlockProgra
         fake_world(0, plan.mesh.num_ranks),
         mock.patch.object(fused_attention, "KERNELS", {NOWHERE.type: fused_attention.GPU}),
         # cited: pytorch/pytorch v2.13 aten/src/ATen/native/cuda/Blas.cpp: addmm_dtype_out_cuda
-        mock.patch.object(steps, "adds_wide", lambda *_: True),
-        mock.patch.object(joint, "adds_wide", lambda *_: True),
+        mock.patch.object(matrices, "adds_wide", lambda *_: True),
     ):
         programs = programs_of(plan, packs=True)
         world = World.build(plan.mesh, programs.group_atoms(), None, RankActivity())
