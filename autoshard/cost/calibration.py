@@ -222,7 +222,9 @@ def trust(calibration: Calibration, plan: Plan) -> tuple[float, Mapping[str, str
     outside = {feature: words for feature, (words, _) in excesses.items()}
     excess = sum(square for _, square in excesses.values())
     if products := plan.workload.precision.products:
-        outside.setdefault("products", f"{products}, whose casts and scales count as free")
+        priced = load_kernels(plan.kernels).cast_bytes
+        casts = "are priced by the bytes that they move" if priced else "count as free"
+        outside.setdefault("products", f"{products}, whose casts and scales {casts}")
     least = OUTSIDE if outside.keys() & {*_SOFTWARE} else 0.0
     return min(WIDEST, max(least, math.sqrt(base**2 + excess) if excess else base)), outside
 

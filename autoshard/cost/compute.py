@@ -29,6 +29,7 @@ class Rates:
     experts_s: float = 0.0  # of a host for a block that sends tokens to experts, each way
     dp_ratio: float = 1.0  # of what data parallelism sends: how often as long as links say
     host_computes: bool = False  # it starts nothing while a kernel runs
+    cast_bytes: float = 0.0  # moved for each number of a factor of a product that has another format
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +43,7 @@ class KernelWork:
     attention_flops: Number = 0.0
     vector_flops: Number = 0.0
     in_turn: bool = False  # products and passes over memory one after the other, not at once
+    factors: Number = 0.0  # numbers in the factors of products with the weights of a layer
 
 
 def kernel_work(
@@ -59,6 +61,7 @@ def kernel_work(
     matrix: Number = 0.0
     attention: Number = 0.0
     vector: Number = 0.0
+    factors = {name: op.name for op in run.ops if run.products and isinstance(op.kind, Einsum) for name in op.inputs}
     for op in run.ops:
         call = block.call(op, op_sizes[op.name])
         share: Number = 1.0
@@ -80,20 +83,22 @@ def kernel_work(
         moved_bytes=moved,
         launches=run.launches,
         in_turn=bool(run.score_bytes),
+        factors=sum(block.tensors[name].num_elements(op_sizes[op]) for name, op in factors.items()),
     )
 
 
 def kernel_time(work: KernelWork, rates: Rates) -> Number:
     """Return the seconds of a kernel at work.
 
-    It takes as long as the slowest of matrix unit, vector unit and memory. Attention that writes its scores is products
-    and passes over memory one after the other.
+    Its factors are cast first, where they have another format. Then it takes as long as the slowest of matrix unit,
+    vector unit and memory. Attention that writes its scores is products and passes over memory one after the other.
     """
     flops = work.matrix_flops + work.products_flops / rates.products_ratio
     products_s = (flops + work.attention_flops / rates.attention_ratio) / rates.matrix_flops_per_s
     vector_s, memory_s = work.vector_flops / rates.vector_flops_per_s, work.moved_bytes / rates.memory_bytes_per_s
     others_s = np.maximum(vector_s, memory_s)
-    return products_s + others_s if work.in_turn else np.maximum(products_s, others_s)
+    casts_s = rates.cast_bytes * work.factors / rates.memory_bytes_per_s
+    return casts_s + (products_s + others_s if work.in_turn else np.maximum(products_s, others_s))
 
 
 def waiting_time(busy_s: Number, started_s: Number, rates: Rates) -> Number:

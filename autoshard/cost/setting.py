@@ -90,6 +90,7 @@ def rank_rates(cluster: Cluster, precision: Precision, calibration: Calibration,
         experts_s=calibration.experts_s,
         dp_ratio=calibration.dp_ratio,
         host_computes=kernels.host_computes,
+        cast_bytes=float(kernels.cast_bytes) if precision.products else 0.0,
     )
 
 

@@ -307,7 +307,9 @@ class Cluster:
         """Return the dense peak of one rank in matrix products of this dtype."""
         rates = self.chip.matrix_flops_per_s
         if dtype not in rates:
-            raise InputError.of("precision", f"{self.chip.name} has no {dtype} matrix rate. {nearest(dtype, list(rates))}")
+            raise InputError.of(
+                "precision", f"{self.chip.name} has no {dtype} matrix rate. {nearest(dtype, list(rates))}"
+            )
         return rates[dtype] / self.ranks_per_chip
 
     def domain_ranks(self, domain: Domain) -> int:

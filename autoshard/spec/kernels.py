@@ -136,7 +136,8 @@ class Kernels:
     the kernels of the same pass, of dp (ZeRO 0 and 1) with the passes of a micro-batch, of unit (ZeRO-3) with the
     passes of a step. ``sums_whole``: ZeRO-1 sums whole gradients on every rank, after the last backward, where nothing
     hides it. ``adds_gradients``: what several readers of a tensor send back is added by a kernel of its own,
-    but for products, which add to it. ``adds_weights``: so they do to sums of weights' gradients.
+    but for products, which add to it. ``adds_weights``: so they do to sums of weights' gradients. ``cast_bytes``: the
+    bytes that are moved for each number of a factor of a product in FP8; 0 where the rows of a program count them.
 
     ZeRO-3: ``keeps_units``: in a pipeline the weights of a stage are gathered once a step, and whole gradients are
     summed until the last micro-batch. Recompute: ``remakes_inputs``: an output that is recomputed is not kept for the
@@ -171,6 +172,7 @@ class Kernels:
     host_computes: bool = False
     adds_gradients: bool = False
     adds_weights: bool = False
+    cast_bytes: int = 0
     unmeasured: bool = False
     pads_experts: bool = False
     settles_experts: bool = False
@@ -189,7 +191,7 @@ class Kernels:
         require(
             (bool(self.program.strip()), "program", "say what runs these kernels"),
             (not unsourced, "sources", f"no source for {', '.join(unsourced)}"),
-            *in_range(self, "runtime_bytes", "workspace_bytes", "seconds_per_graph"),
+            *in_range(self, "runtime_bytes", "workspace_bytes", "seconds_per_graph", "cast_bytes"),
             *((name in _HIDDEN, "hides", f"{name!r} is not one of {', '.join(_HIDDEN)}") for name in self.hides),
             *((0 <= share <= 1, f"hides.{axis}", "must lie in [0, 1]") for axis, share in self.hides.items()),
             ({*self.token_links} == (_TOKEN_LINKS if self.sends_tokens else set[str]()), "token_links", both),

@@ -293,3 +293,14 @@ def test_the_fullest_moment_is_that_of_a_walk(model, kernels, kind):
     unmade = {f"{name}.d1" for names in load_kernels(kernels).placeholders for name in names}
     expected = walked(lowered(question, text, kind), setting(question, text), unmade)
     assert float(priced(question, text, kind=kind).memory.working_bytes) == expected
+
+
+def test_each_kernel_casts_the_factors_of_its_products_once():
+    """Queries, keys and values are one product on GPUs, whose input is cast once; so are up and gate."""
+    question, tokens = ask(kernels="torch_engine_gpu"), 8192
+    free = replace(question.rates, host_computes=True)
+    times = [total(priced(question, "tp=1,dp=128", rates=replace(free, cast_bytes=size))) for size in (0.0, 5.0)]
+    weights = HIDDEN * (2 * HIDDEN + 2 * KV_HEADS * HEAD + 3 * FFN)
+    inputs, results = 3 * HIDDEN + FFN, HIDDEN + 2 * KV_HEADS * HEAD + HIDDEN + 2 * FFN + HIDDEN
+    factors = 2 * tokens * (inputs + results) + 2 * weights  # two of three passes read each of them
+    assert times[1] - times[0] == pytest.approx(5.0 * factors / question.rates.memory_bytes_per_s)

@@ -15,17 +15,18 @@ AMOUNT, RATE = st.floats(0, 1e15), st.floats(1e3, 1e15)
 works = st.builds(
     KernelWork,
     matrix_flops=AMOUNT, products_flops=AMOUNT, attention_flops=AMOUNT, vector_flops=AMOUNT, moved_bytes=AMOUNT,
-    launches=st.integers(0, 20), in_turn=st.booleans(),
+    launches=st.integers(0, 20), in_turn=st.booleans(), factors=AMOUNT,
 )  # fmt: skip
 rates_of_all = st.builds(
     Rates,
     matrix_flops_per_s=RATE, vector_flops_per_s=RATE, memory_bytes_per_s=RATE, products_ratio=st.floats(0.5, 4),
     attention_ratio=st.floats(0.1, 2), launch_s=st.floats(0, 1e-3), host_computes=st.booleans(),
+    cast_bytes=st.integers(0, 33),
 )  # fmt: skip
 
 
 @given(works, rates_of_all)
-def test_a_kernel_takes_as_long_as_the_slowest_unit(kernel, speed):
+def test_a_kernel_takes_as_long_as_the_slowest_unit_after_its_factors_were_cast(kernel, speed):
     products = [
         kernel.matrix_flops / speed.matrix_flops_per_s,
         kernel.products_flops / (speed.products_ratio * speed.matrix_flops_per_s),
@@ -33,7 +34,8 @@ def test_a_kernel_takes_as_long_as_the_slowest_unit(kernel, speed):
     ]
     others = [kernel.vector_flops / speed.vector_flops_per_s, kernel.moved_bytes / speed.memory_bytes_per_s]
     busy = sum(products) + max(others) if kernel.in_turn else max(sum(products), *others)
-    assert kernel_time(kernel, speed) == pytest.approx(busy)
+    casts = speed.cast_bytes * kernel.factors / speed.memory_bytes_per_s
+    assert kernel_time(kernel, speed) == pytest.approx(casts + busy)
 
 
 @given(st.floats(0, 10), st.floats(0, 1), st.integers(1, 1000), rates_of_all)

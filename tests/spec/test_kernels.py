@@ -127,7 +127,7 @@ COUNTS = {
                 "kernels": [{"ops": [], "source": "", "backward_flops_ratio": 0.5}, {"ops": ["act"]}],
             },
             [
-                "extra: unknown key. Known: adds_gradients, adds_weights, clones_end,",
+                "extra: unknown key. Known: adds_gradients, adds_weights, cast_bytes, clones_end,",
                 "kernels[0].ops: a kernel needs at least one operation",
                 "kernels[0].backward_flops_ratio: must be at least 1, not 0.5",
                 "kernels[0].source: say where this is known from",
