@@ -60,7 +60,7 @@ class Shape:
             load_model("tiny-llama"),
             name=str(self),
             num_layers=self.layers,
-            num_kv_heads=heads // 2,
+            num_kv_heads=2 if heads % 4 else heads // 2,  # which two ranks of tp divide
             vocab=1024,
             **sizes,
         )

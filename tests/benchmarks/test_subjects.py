@@ -12,6 +12,7 @@ from autoshard.cost.predict import predict
 from autoshard.engine.programs import graph_of
 from autoshard.engine.torch import execution as rows
 from autoshard.errors import RunFailed
+from autoshard.plan.candidate import Candidate
 from autoshard.run.reports import WARM_UP
 from autoshard.runtime.data.indexed import OpenFiles, faults_inside, read_index
 from autoshard.spec.model_catalogue import load_model
@@ -62,6 +63,12 @@ def test_a_machine_may_be_faster_than_declared() -> None:
         assert abs(local_prediction.predicted_run(name, plans[name], calibration, time_s).error) < 0.05
     assert calibration.matrix_efficiency > 1 and calibration.fit and len(calibration.fit.rows) == 3
     assert {shape for _, shape in local_prediction.SEEN}.isdisjoint(shape for _, shape in local_prediction.NEW)
+
+
+@pytest.mark.parametrize("case", [*local_prediction.SEEN, *local_prediction.NEW], ids=local_prediction.name_of)
+def test_every_layout_that_is_run_and_predicted_is_legal(case: local_prediction.Case):
+    text, shape = case
+    assert shape.plan(text).candidate == Candidate.parse(text)
 
 
 @pytest.mark.slow
