@@ -36,6 +36,7 @@ from autoshard.graph.op import Op
 from autoshard.layout.layout import Cuts
 from autoshard.schedule.waves import Floats, Ints
 
+_AT_ONCE = 256  # columns that are minimised together: each has joint tables of its own in memory
 _TIE = 1e-9  # relative: what differs by less counts as equal
 
 
@@ -91,10 +92,8 @@ def solve_columns(problem: OperatorProblem, slack: float) -> tuple[SharedCuts, .
     """
     tables = _Tables(problem)
     count = problem.shape[0]
-    elimination = eliminate({**tables.sizes, COLUMN: count}, tables.factors)
     names = list(tables.sizes)
-    choices = elimination.choices()
-    rows = np.array([np.broadcast_to(choices[name], count) for name in names]).T  # [column, variable]
+    rows, least_s = tables.cheapest(names, count)
     own_bytes, rest, shared = tables.totals(names, rows, np.arange(count))[1], np.arange(count), list[SharedCuts]()
     num_real = problem.stacked([size > 1 for size in problem.atoms.values()]).sum(axis=0)
     while len(rest):
@@ -102,7 +101,7 @@ def solve_columns(problem: OperatorProblem, slack: float) -> tuple[SharedCuts, .
         many = np.lexsort((first, -number, -num_real[rest][first]))[0]
         here = np.broadcast_to(distinct[many], (len(rest), len(names)))
         cost_s, held_bytes = tables.totals(names, here, rest)
-        serves = (cost_s <= elimination.cost[rest] * (1 + slack + _TIE)) & (held_bytes <= own_bytes[rest] * (1 + _TIE))
+        serves = (cost_s <= least_s[rest] * (1 + slack + _TIE)) & (held_bytes <= own_bytes[rest] * (1 + _TIE))
         serves[first[many]] = True  # whatever is rounded
         values = dict[str, int](zip(names, distinct[many].tolist(), strict=True))
         cuts = {name: op_choices[values[name]].cuts for name, op_choices in tables.flow.choices.items()}
@@ -266,6 +265,19 @@ class _Tables:
                 time_s += flow.change_s(tensor.dims, tensor.dtype, boundary, accepted)[0]
         time_s[[bool(choice.passed_back) for choice in choices]] = np.inf
         self._add((maker.name,), time_s)
+
+    def cheapest(self, names: Sequence[str], count: int) -> tuple[Ints, Floats]:
+        """Return the values of these variables that cost least in each column, a row for each, and what they cost."""
+        rows, costs = list[Ints](), list[Floats]()
+        for first in range(0, count, _AT_ONCE):
+            columns = slice(first, min(first + _AT_ONCE, count))
+            num_columns = columns.stop - first
+            factors = [factor.sliced(COLUMN, columns) for factor in self.factors]
+            elimination = eliminate({**self.sizes, COLUMN: num_columns}, factors)
+            choices = elimination.choices()
+            rows.append(np.array([np.broadcast_to(choices[name], num_columns) for name in names]).T)
+            costs.append(np.broadcast_to(elimination.cost, num_columns))
+        return np.concatenate(rows), np.concatenate(costs)
 
     def totals(self, names: Sequence[str], rows: Ints, columns: Ints) -> tuple[Floats, Floats]:
         """Return what the values of these variables, a row for each of some columns, cost, and what they keep."""
