@@ -79,11 +79,11 @@ def _code_rejections(plan: Plan, module: str) -> Iterator[Rejection]:
 
 def _verify_module(path: Path, module: str | None, *, json: bool) -> int:
     """Trace a module, execute the lines of its plan on virtual ranks in FP64, and compare with torch's own numbers."""
-    from autoshard.modules.verifying import BAR, proven_plan
+    from autoshard.modules.verifying import BAR, prove_module_plan
 
     require((module is not None, "--module", "is missing: FILE.py:FUNCTION that returns the module and its inputs"))
     with inside(path):
-        proofs = proven_plan(load_module_plan(path), str(module))
+        proofs = prove_module_plan(load_module_plan(path), str(module))
     worst = max(proofs, key=lambda proof: proof.error)
     holds = worst.error <= BAR
     if json:

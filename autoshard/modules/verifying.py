@@ -14,8 +14,11 @@ from autoshard.plan.module_plan import ModulePlan
 BAR = 1e-5  # modules round to FP32 inside, here and there
 
 
-def proven_plan(plan: ModulePlan, where: str) -> tuple[ComparedTensor, ...]:
-    """Trace a module that ``FILE.py:FUNCTION`` makes, and compare what its plan computes with what it computes."""
+def prove_module_plan(plan: ModulePlan, where: str) -> tuple[ComparedTensor, ...]:
+    """Run a plan of a module on virtual ranks in FP64, and compare each of its tensors with that of the plain module.
+
+    ``where`` is ``FILE.py:FUNCTION``: the user's function returns the module and its example inputs.
+    """
     example = user_function(where, "--module")()
     fits = isinstance(example, tuple) and len(example) == 2 and isinstance(example[0], torch.nn.Module)
     require((fits, "--module", f"{where} must return a module and its example inputs"))

@@ -114,10 +114,14 @@ def refuse_strange_place(folder: Path, training: Training, before: Training | No
         raise InputError.of(option, f"{there}, so that it would begin again. Leave the option out")
 
 
-def settled(
+def start_options(
     training: Training, stated: Collection[str], before: Training | None, progress: Progress | None
 ) -> tuple[Training, list[str]]:
-    """Return the options of a start, and notes: the options that differ from the start before, and those taken over."""
+    """Return the options that a start trains with, and notes that compare them with those of the start before.
+
+    ``stated`` has the names of the options that the user stated, ``before`` the options of the last start in the
+    folder, and ``progress`` the checkpoint from which this start resumes.
+    """
     done, training = progress.step if progress else 0, training.absolute(Path.cwd())
     if progress and training.seed != progress.seed:
         message = f"the run has drawn its samples by seed {progress.seed} up to step {done}, and goes on with it"

@@ -15,8 +15,8 @@ from autoshard.runtime.restart import (
     Progress,
     StartBefore,
     refuse_strange_place,
-    settled,
     start_before,
+    start_options,
     training_text,
 )
 from autoshard.spec.training import AdamWConstants, Checkpointing, DataSpec, RateSchedule, Training
@@ -31,7 +31,7 @@ def start(before: Training, done: int, **stated: object) -> tuple[Training, str]
     values = {name.replace("__", "."): value for name, value in stated.items()}
     options = Stated(kind=Training, values=values)
     progress = Progress(step=done, seed=before.seed) if done else None
-    training, notes = settled(options.over(before), set(values), before, progress)
+    training, notes = start_options(options.over(before), set(values), before, progress)
     return training, "\n".join(notes)
 
 
@@ -79,9 +79,9 @@ def test_options_that_would_have_no_effect_are_refused_once_there_is_a_checkpoin
 
 
 def test_a_new_folder_takes_the_seed_of_the_run_that_it_goes_on_with() -> None:
-    assert settled(Training(), (), None, Progress(step=3, seed=7))[0].seed == 7
+    assert start_options(Training(), (), None, Progress(step=3, seed=7))[0].seed == 7
     with pytest.raises(InputError, match="--seed"):
-        settled(Training(seed=1), {"seed"}, None, Progress(step=3, seed=7))
+        start_options(Training(seed=1), {"seed"}, None, Progress(step=3, seed=7))
 
 
 def test_a_longer_run_keeps_its_curve_or_says_where_the_rate_jumps() -> None:

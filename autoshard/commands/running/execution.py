@@ -15,7 +15,7 @@ from typing import Any, Literal
 from autoshard.calibration.rows import Occasion, row_text
 from autoshard.commands.output import print_answer, write_text
 from autoshard.commands.running.steps import StepDisplay
-from autoshard.commands.running.teaching import predicted_here, taught
+from autoshard.commands.running.teaching import learn_from_run, predicted_here
 from autoshard.errors import InputError, NotFinite, RunFailed, Stopped, require
 from autoshard.files import append_line, remove_asides, replace_text
 from autoshard.jobs.quoting import word
@@ -55,7 +55,7 @@ from autoshard.runtime.restart import (
     place_of,
     refuse_strange_place,
     resume_point,
-    settled,
+    start_options,
     training_text,
 )
 from autoshard.runtime.watchdog import Watch
@@ -241,7 +241,7 @@ def _taken_over(execution: Execution) -> Execution:
     refuse_strange_place(folder, training, before.training, run.resume)
     saves = training.checkpoint.saves and run.resume != "never"
     progress = resume_point(place_of(folder, training.checkpoint.to), run.resume) if saves else None
-    training, notes = settled(training, execution.stated, before.training, progress)
+    training, notes = start_options(training, execution.stated, before.training, progress)
     return replace(execution, run=replace(run, training=training), notes=(*execution.notes, *notes))
 
 
@@ -326,7 +326,7 @@ def _conclude(execution: Execution, report: RunReport, display: RunDisplay) -> i
 def _teach(execution: Execution, report: RunReport, row: str) -> None:
     """Let plans for this machine know what a run on it has taken."""
     if report.kind == "run" and not execution.tried and execution.platform == LOCAL:
-        for note in taught(row):
+        for note in learn_from_run(row):
             print(f"note: {note}", file=sys.stderr)
 
 

@@ -54,8 +54,11 @@ def predicted_here(plan: Plan) -> tuple[Plan, list[str]]:
     return checked.plan, notes
 
 
-def taught(row: str) -> list[str]:
-    """Let plans for this machine know the measured row of a run that has ended; return notes on it."""
+def learn_from_run(row: str) -> list[str]:
+    """Fit the constants of this machine to the measured row of a run, too; return notes for the user.
+
+    Later plans for this machine are predicted with these constants.
+    """
     folder = user_folder()
     if folder is None:
         return []

@@ -2,7 +2,7 @@
 
 from autoshard.plan.rules.columns import Columns, Ints, Mask
 from autoshard.plan.rules.rule import Verdict, implies, listed, one_of, rule
-from autoshard.plan.rules.shape import platform_tp, use_tp
+from autoshard.plan.rules.shape import platform_tp, tp_remedy
 
 _NXDT_INIT = (
     "aws-neuron/neuronx-distributed-training src/neuronx_distributed_training/models/megatron/megatron_init.py:131-155"
@@ -26,7 +26,7 @@ def trn1_tp(c: Columns) -> Verdict:
     sizes = platform_tp(c.cluster)
     note = " (older guides list 2 and NxD has a strided group for 4; NxD Training accepts neither)"
     yield one_of(c.tp, sizes)
-    yield f"tp={c.tp}: trn1 runs tp {listed(sizes)}{note if one_of(c.tp, (2, 4)) else ''}. {use_tp(c)}"
+    yield f"tp={c.tp}: trn1 runs tp {listed(sizes)}{note if one_of(c.tp, (2, 4)) else ''}. {tp_remedy(c)}"
 
 
 @rule(
@@ -56,7 +56,7 @@ def trn2_tp(c: Columns) -> Verdict:
     sizes = platform_tp(c.cluster)
     yield one_of(c.tp, sizes)
     why = f"trn2 with lnc {c.cluster.lnc} runs tp {listed(sizes)}, whose groups lie on its torus"
-    yield f"tp={c.tp}: {why}. {use_tp(c)}"
+    yield f"tp={c.tp}: {why}. {tp_remedy(c)}"
 
 
 @rule(

@@ -31,8 +31,8 @@ def platform_tp(cluster: Cluster) -> tuple[int, ...]:
     return sizes or tuple(size for size in range(1, cluster.ranks_per_node + 1) if cluster.ranks_per_node % size == 0)
 
 
-def use_tp(c: Columns) -> str:
-    """Say which sizes of tp the model and the cluster accept; 1 is always one of them."""
+def tp_remedy(c: Columns) -> str:
+    """Return the remedy of a refused tp: the sizes that both the model and the cluster accept, 1 among them."""
     model = c.model
     sizes = tuple(
         size
@@ -85,7 +85,7 @@ def ranks(c: Columns) -> Verdict:
 @rule("tp", source=_DERIVED + "attention is cut by whole query heads (Shoeybi et al. 2019, arXiv:1909.08053)")
 def heads(c: Columns) -> Verdict:
     yield c.model.num_heads % c.tp == 0
-    yield f"tp={c.tp}: {c.model.num_heads} query heads of {c.model.name} do not divide by {c.tp}. {use_tp(c)}"
+    yield f"tp={c.tp}: {c.model.num_heads} query heads of {c.model.name} do not divide by {c.tp}. {tp_remedy(c)}"
 
 
 @rule("tp", source=_NXD + "modules/qkv_linear.py: kv_size_multiplier repeats whole KV heads; torch does the same")
@@ -93,14 +93,14 @@ def kv_heads(c: Columns) -> Verdict:
     have = c.model.num_kv_heads
     yield (have % c.tp == 0) | (c.tp % have == 0)
     why = f"{have} KV heads of {c.model.name} neither divide by {c.tp} nor divide it: no even cut, and no even copies"
-    yield f"tp={c.tp}: {why}. {use_tp(c)}"
+    yield f"tp={c.tp}: {why}. {tp_remedy(c)}"
 
 
 @rule("tp", source=_DERIVED + "column and row parallel linears hold equal shares of the MLP width")
 def ffn(c: Columns) -> Verdict:
     yield _common_width(c.model) % c.tp == 0
     widths = listed(c.model.widths)
-    yield f"tp={c.tp}: the MLP width {widths} of {c.model.name} does not divide by {c.tp}. {use_tp(c)}"
+    yield f"tp={c.tp}: the MLP width {widths} of {c.model.name} does not divide by {c.tp}. {tp_remedy(c)}"
 
 
 @rule(
