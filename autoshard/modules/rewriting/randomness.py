@@ -121,8 +121,8 @@ class _RandomWriter:
         self.inputs.append(RandomInput(name=node.name, shape=shape, distribution=distribution, stream=stream))
         return node
 
-    def kept(self, x: Node, dropped: float) -> Node:
-        """Return numbers of which each is dropped with a probability, and the others are larger by as much."""
+    def dropout(self, x: Node, dropped: float) -> Node:
+        """Set each number to zero with the probability ``dropped``, and divide the rest by ``1 - dropped``."""
         if dropped >= 1.0:
             return self.call(_aten.mul.Tensor, x, 0.0)
         drawn = self.drawn("uniform", x.meta["val"])
@@ -155,7 +155,7 @@ _CONTIGUOUS = torch.contiguous_format
 
 def _dropout(writer: _RandomWriter, node: Node) -> Node | None:
     x, dropped, trains = node.args
-    return writer.kept(x, dropped) if dropped and trains else None
+    return writer.dropout(x, dropped) if dropped and trains else None
 
 
 def _bernoulli(writer: _RandomWriter, node: Node) -> Node:
@@ -218,7 +218,10 @@ def _rrelu(writer: _RandomWriter, node: Node) -> Node:
 
 
 def _attention(writer: _RandomWriter, node: Node) -> Node | None:
-    """Attend as a fused kernel that drops would, in plain operations: the weights of all keys are held."""
+    """Write attention with dropout as plain operations, as a fused kernel would draw its own random numbers.
+
+    The attention weights of all keys are then in memory. None: nothing is dropped, and the kernel stays.
+    """
     stated = {name: argument(node, name) for name in _ATTENTION}
     query, key, value, mask, dropped = (stated[name] for name in _ATTENTION[:5])
     if not dropped:
@@ -238,7 +241,7 @@ def _attention(writer: _RandomWriter, node: Node) -> Node | None:
         scores = writer.call(_aten.masked_fill.Scalar, scores, hidden, -math.inf)
     elif mask is not None:
         scores = writer.call(_aten.add.Tensor, scores, mask)
-    weights = writer.kept(writer.call(_aten.softmax.int, scores, -1), dropped)
+    weights = writer.dropout(writer.call(_aten.softmax.int, scores, -1), dropped)
     return writer.call(_aten.matmul.default, weights, value)
 
 
