@@ -83,7 +83,7 @@ def joint_products(
             joint |= group.forward(joint.entries, read_later)
             inputs = group.inputs(joint.entries)
             joint |= inputs
-            joint |= group.gradients(joint.entries, lies=bool(inputs.instead))
+            joint |= group.gradients(joint.entries, has_upstream=bool(inputs.instead))
     return joint
 
 
@@ -198,10 +198,10 @@ class _WeightGroup:
         changed = [shorter if entry is total else entry for entry in entries]
         return Joint(entries=changed, instead={**_nothing(products), id(last): [upstream, matrix, product]})
 
-    def gradients(self, entries: Sequence[Instruction], *, lies: bool) -> Joint:
+    def gradients(self, entries: Sequence[Instruction], *, has_upstream: bool) -> Joint:
         """Add the gradients of all weights to their sums by one product.
 
-        Say with ``lies`` whether a step for inputs has laid the gradients of results side by side already.
+        ``has_upstream``: the step for the gradients of inputs has laid the gradients of results side by side already.
         """
         makers = {product.writes[0].name: product for product in _products(entries)}
         sums = {
@@ -231,7 +231,7 @@ class _WeightGroup:
             writes=(_joined(total.writes[0].name for total in totals),), shapes=matrix.shapes, run=run, adds=adds,
         )  # fmt: skip
         last = max(totals, key=entries.index)
-        steps = [*([] if lies else [upstream]), matrix, product]
+        steps = [*([] if has_upstream else [upstream]), matrix, product]
         return Joint(entries=entries, instead={**_nothing((*products, *totals)), id(last): steps})
 
     def _all(self, by_weight: Mapping[str, Compute]) -> tuple[Compute, ...]:
