@@ -319,7 +319,7 @@ def _least_held(blocks: PipelineBlocks, choices: StageChoices, totals: Ints) -> 
     extra_s = prices.pass_s - (again + plain)[..., None] * layer.sum(axis=0) - ends_s
     memory = {part: np.broadcast_to(size, shape) for part, size in prices.memory.items()}
     if chunks > 1:
-        memory |= _least_kept(blocks, kind, again, plain, options.plain_kind)
+        memory |= _least_memory(blocks, kind, again, plain, options.plain_kind)
         memory["working"] = np.minimum(prices.memory["working"], memory["working"])
         reserved = load_kernels(blocks.question.kernels).reserved
         if reserved:
@@ -329,33 +329,38 @@ def _least_held(blocks: PipelineBlocks, choices: StageChoices, totals: Ints) -> 
     return np.where(allowed, sum(memory.values()), np.inf), np.maximum(extra_s, 0.0), starts
 
 
-def _least_kept(blocks: PipelineBlocks, kind: Ints, again: Ints, plain: Ints, plain_kind: int) -> dict[str, Floats]:
-    """Return the least activations and working memory of ranks with such layers: [rank, option, candidate].
+def _least_memory(
+    blocks: PipelineBlocks, kind: Ints, num_recomputed: Ints, num_plain: Ints, plain_kind: int
+) -> dict[str, Floats]:
+    """Return lower bounds of the activations and the working memory of ranks: [rank, option, candidate].
 
-    Every chunk has a layer, all others lie where they are kept least.
+    An option recomputes ``num_recomputed`` layers by ``kind``; ``num_plain`` layers are of ``plain_kind``. Every chunk
+    has at least one layer; all further layers lie in the chunk with the fewest micro-batches in flight.
     """
     schedule, chunks, stages = blocks.schedule, blocks.schedule.num_chunks, counts_of(blocks.schedule).stages
-    again, plain = again[..., None], plain[..., None]
+    num_recomputed, num_plain = num_recomputed[..., None], num_plain[..., None]
 
     def least(name: str) -> tuple[Floats, Floats]:
-        """Return a column of a recomputed layer and of a plain one, and their minimum."""
+        """Return a column summed over all layers, and its value for the smaller of the two sorts of layers."""
         column: Floats = getattr(blocks.layer, name)
         of_kind, of_plain = column[kind], column[plain_kind]
-        smaller = np.where(plain == 0, of_kind, np.where(again == 0, of_plain, np.minimum(of_kind, of_plain)))
-        return again * of_kind + plain * of_plain, smaller
+        smaller = np.where(
+            num_plain == 0, of_kind, np.where(num_recomputed == 0, of_plain, np.minimum(of_kind, of_plain))
+        )
+        return num_recomputed * of_kind + num_plain * of_plain, smaller
 
     def kept_bytes(in_flight: Floats, name: str) -> Iterator[Floats]:
-        """Yield the least bytes that the layers of ranks keep at each time."""
+        """Yield a lower bound of the bytes that ranks keep for backward at each time."""
         all_bytes, smaller = least(name)
         for now in np.moveaxis(in_flight, 1, 0)[..., None, None]:
             fewest = now.min(axis=1)
             held = fewest * all_bytes + (now.sum(axis=1) - chunks * fewest) * smaller
             for stage, block in ((0, blocks.embed), (schedule.num_stages - 1, blocks.head)):
-                has = (stages == stage)[:, :, None, None]
-                held = held + (now * has).sum(axis=1) * getattr(block, name)[0]
+                runs_here = (stages == stage)[:, :, None, None]
+                held = held + (now * runs_here).sum(axis=1) * getattr(block, name)[0]
             yield held
 
-    saved = in_flight_of(schedule)[..., :chunks]  # two times of many will do: of most, and of most in every chunk
+    saved = in_flight_of(schedule)[..., :chunks]  # two times: when most is in flight, and when every chunk has much
     times = np.stack([saved.sum(axis=2).argmax(axis=1), saved.min(axis=2).argmax(axis=1)], axis=1)
     in_flight = np.take_along_axis(in_flight_of(schedule), times[..., None], axis=1)
     activations = [*kept_bytes(in_flight[..., :chunks], "saved_bytes")]
