@@ -32,7 +32,7 @@ _NESTED_SHARE = 0.4  # of a file that what is inside passes may take
 
 Event = dict[str, Any]
 Insides = dict[tuple[str, int], PassContents]
-Begins = dict[tuple[bool, int, int], float]
+PassStarts = dict[tuple[bool, int, int], float]
 
 
 def trace_text(
@@ -44,17 +44,17 @@ def trace_text(
     ``most_bytes``. If the text is too large, the arrows between ranks are left out. If it still is, only the first and
     last actions of each rank are drawn, with one slice for the sums of those between.
     """
-    more = [*measured_events(measured)] if measured else []
-    write = partial(_text, plan, trace, _insides(plan, trace, most_bytes), more)
+    run_events = [*measured_events(measured)] if measured else []
+    write = partial(_text, plan, trace, _insides(plan, trace, most_bytes), run_events)
     whole = keep = -(-max(len(rank.kinds) for rank in trace.ranks) // 2)
-    text, nothing = write(whole, _begins(trace)), Begins(())
+    text, no_arrows = write(whole, _pass_starts(trace)), PassStarts(())
     if len(text) > most_bytes:
-        text = write(whole, nothing)
+        text = write(whole, no_arrows)
     while len(text) > most_bytes and keep:
         keep = min(keep - 1, int(_MARGIN * keep * most_bytes / len(text)))
-        text = write(keep, nothing)
+        text = write(keep, no_arrows)
     if keep < whole:  # short waits are left out by now, so that there may be space for more
-        larger = write(min(whole, int(_MARGIN * keep * most_bytes / len(text))), nothing)
+        larger = write(min(whole, int(_MARGIN * keep * most_bytes / len(text))), no_arrows)
         text = larger if len(text) < len(larger) <= most_bytes else text
     return text
 
@@ -71,23 +71,28 @@ def _insides(plan: Plan, trace: StepTimeline, most_bytes: int) -> Insides:
     return insides
 
 
-def _text(plan: Plan, trace: StepTimeline, insides: Insides, more: Sequence[Event], keep: int, begins: Begins) -> str:
-    """Write the trace with ``keep`` actions at each end of a rank; without ``begins`` there are no arrows."""
+def _text(
+    plan: Plan, trace: StepTimeline, insides: Insides, run_events: Sequence[Event], keep: int, pass_starts: PassStarts
+) -> str:
+    """Write the trace as JSON, with the first and the last ``keep`` actions of each rank.
+
+    ``run_events`` are those of a measured run. Arrows need the ``pass_starts`` of the actions that receive.
+    """
     ranks = [_RankEvents(RankRow(trace, number, keep), insides) for number in range(len(trace.ranks))]
-    numbers, events, ends = count(), list[Event](), list[Event]()
+    arrow_ids, events, ends = count(), list[Event](), list[Event]()
     for rank in ranks:
-        slices, arrows = rank.messages(begins, numbers)
+        slices, arrows = rank.messages(pass_starts, arrow_ids)
         events += _names(plan, rank.row.number, {event["tid"] for event in slices})
         events += [*rank.actions(), *rank.waiting(), *slices, *rank.phases(), *rank.memory()]
         ends += arrows
-    about = {**_about(plan, trace, ranks), "draws_arrows": bool(begins), "draws_insides": bool(insides)}
+    about = {**_about(plan, trace, ranks), "draws_arrows": bool(pass_starts), "draws_insides": bool(insides)}
     head = json.dumps({"displayTimeUnit": "ms", "otherData": about}, separators=(",", ":"))
     # the ends of arrows last: a viewer reads events of the same time in the order of the file
-    lines = ",\n".join(json.dumps(event, separators=(",", ":")) for event in (*events, *more, *ends))
+    lines = ",\n".join(json.dumps(event, separators=(",", ":")) for event in (*events, *run_events, *ends))
     return f'{head[:-1]},"traceEvents":[\n{lines}\n]}}\n'
 
 
-def _begins(trace: StepTimeline) -> Begins:
+def _pass_starts(trace: StepTimeline) -> PassStarts:
     """Return the start of each action that receives a message, by direction (forward or not), stage and micro-batch."""
     return {
         (kind == "F", stage, micro_batch): begin_s
@@ -224,7 +229,7 @@ class _RankEvents:
             args = {"waiting_s": rounded(end_s - begin_s)}
             yield self._slice(_COMPUTE, begin, end, "waiting", name="waiting", args=args)
 
-    def messages(self, begins: Begins, numbers: Iterator[int]) -> tuple[list[Event], list[Event]]:
+    def messages(self, pass_starts: PassStarts, arrow_ids: Iterator[int]) -> tuple[list[Event], list[Event]]:
         """Return messages of the drawn actions as slices, and the ends of arrows to the receiving actions.
 
         The slices use as few tracks as possible without overlap.
@@ -237,10 +242,10 @@ class _RankEvents:
             free[lane : lane + 1] = [max(end, start)]
             category = name.partition(" ")[0]
             slices.append(self._slice(_SENDS + lane, start, free[lane], category, name=name, args=args))
-            if receiver is not None and receiver in begins:
-                arrow = {"cat": "sends", "name": "sends", "id": next(numbers)}
+            if receiver is not None and receiver in pass_starts:
+                arrow = {"cat": "sends", "name": "sends", "id": next(arrow_ids)}
                 ends.append(self._event("s", _SENDS + lane, start + _INSIDE, **arrow))
-                taken_from = self._event("f", _COMPUTE, _ticks(begins[receiver]) + _INSIDE, bp="e", **arrow)
+                taken_from = self._event("f", _COMPUTE, _ticks(pass_starts[receiver]) + _INSIDE, bp="e", **arrow)
                 ends.append({**taken_from, "pid": args["to"]})
         return slices, ends
 
