@@ -46,7 +46,7 @@ class OperatorSolution:
 
     ``gap`` says how much cheaper another solution could be at most, as a share; 0 is proven best. Where nothing keeps
     to the memory limit, ``fits`` is false and these are the cuts that need least. ``rests`` names the atoms over which
-    an operation's weights rest in pieces.
+    an operation's weights are sharded while no pass reads them, as in FSDP.
     """
 
     cuts: Mapping[str, Cuts]
@@ -58,7 +58,7 @@ class OperatorSolution:
 
 
 def solve(problem: OperatorProblem) -> OperatorSolution:
-    """Find the cheapest cuts of a block within its memory limit."""
+    """Find the cheapest sharding of every operation of a block within its memory limit."""
     tables = _Tables(problem)
     minimum = minimise_within(tables.sizes, tables.factors, problem.memory_limit_bytes)
     message = f"no layouts of {problem.block.kind} were found; its tensors are read by too many operations"

@@ -72,7 +72,7 @@ class _ChoiceGroup:
 def user_choosers(
     predictors: str | None, choosers: str | None
 ) -> tuple[Mapping[str, Predictor], Mapping[str, Chooser]]:
-    """Return functions of users' files, which are named with commas between them."""
+    """Return the users' functions of ``--predictor`` and ``--chooser``, by ``FILE.py:FUNCTION``, split at commas."""
 
     def functions(option: str, names: str | None) -> Mapping[str, Any]:
         return {name: user_function(name, option) for name in (names or "").split(",") if name}

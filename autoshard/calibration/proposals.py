@@ -14,7 +14,7 @@ _SHARES = (1, 2, 4)  # a stage keeps its layers, or a half or a quarter of them,
 
 
 def proposed_runs(request: Request, plans: Sequence[Plan], most_nodes: int) -> list[Plan]:
-    """Return plans on at most so many nodes that are legal and fit, each once; those of the first plans first."""
+    """Shrink plans to 1, 2, 4, ... up to ``most_nodes`` nodes; return those that fit and are legal, once each."""
     proposals: dict[object, Plan] = {}
     sizes = sorted({2**power for power in range(most_nodes.bit_length())} | {most_nodes})
     for plan in plans:

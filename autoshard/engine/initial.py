@@ -58,7 +58,7 @@ class DrawnWeight:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """The format of its parts."""
+        """The number format of every part: FP32."""
         return np.dtype(np.float32)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:

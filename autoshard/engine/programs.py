@@ -73,7 +73,7 @@ class MadeInputs(Protocol):
     """The inputs of blocks that no batch brings as they are: code makes them of the batch, on every rank alike."""
 
     def has(self, block: str, tensor: str) -> bool:
-        """Whether it makes this input of a block."""
+        """Whether the code computes this input of a block from the batch."""
         ...
 
     def turn(self, block: str, tensor: str, micro_batch: int) -> int | None:

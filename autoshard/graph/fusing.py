@@ -38,7 +38,7 @@ class Flow:
         return self.tensors[self.root(tensor)].role == "activation"
 
     def read_by_backward(self, sources: Sequence[str]) -> list[str]:
-        """Return the forward tensors that the gradients of these operations read, each once."""
+        """Return the forward tensors that the gradients of these operations read, without duplicates."""
         forward = {name for op in self.forward for name in (*op.inputs, *op.outputs)}
         reads = [
             name

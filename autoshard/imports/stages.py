@@ -1,4 +1,4 @@
-"""What a program says once for all stages, for stages with different numbers of layers."""
+"""Settings that a program states for all stages together, split among stages with different numbers of layers."""
 
 from collections.abc import Sequence
 

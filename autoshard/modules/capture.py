@@ -344,7 +344,7 @@ class ProgramReader:
         products: Sequence[Sequence[Position]] = (),
         format: torch.dtype | None = None,
     ) -> View:
-        """Add a step; return its result, which is that of this ``number`` where the node has several."""
+        """Add a step; return its result. ``number`` selects one of a node's several results."""
         readings, result_positions = alignment
         positions = tuple(result_positions)
         product_name = self._module_of(readings) if sort in ("product", "rows") else ""

@@ -45,7 +45,10 @@ class Local:
     def run(
         self, tensors: Sequence[torch.Tensor], sizes: Mapping[str, int], device: torch.device | None = None
     ) -> torch.Tensor:
-        """Call the function; the result is laid out along its dims. What reads nothing is made on the ``device``."""
+        """Call the function on the local parts, and return the result with an axis for each of its dims.
+
+        A function without inputs creates its tensor on the ``device``.
+        """
         read = [_along(tensors[number], dims, positions, sizes) for number, dims, positions in self.reads]
         keywords = {key: fill_slots(value, read) for key, value in self.keywords.items()}
         if self.function in (expand, constant):

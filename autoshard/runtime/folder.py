@@ -74,7 +74,7 @@ def refuse_other_run(folder: Path, before: Plan | None, plan: Plan) -> None:
 
 
 def count_attempt(folder: Path, step: int, most: int) -> None:
-    """Note that a run starts from a step; refuse when as many starts before took no step at all."""
+    """Record that a run starts from a step; refuse after ``most`` starts from this step that took no step."""
     path = folder / ATTEMPTS
     records = list(_records(path))
     fruitless = 0

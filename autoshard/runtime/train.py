@@ -132,7 +132,7 @@ class _Loop:
         return RunReport(steps=tuple(steps), ranks=tuple(ranks), signal=stopped, unsaved=self._failure)
 
     def _judge(self) -> bool:
-        """Judge the state by other tokens where that is due; save the best so far, and say whether it is being saved.
+        """Evaluate the model on the evaluation sets if that is due; save the best so far, and say whether a save began.
 
         All ranks know the same loss, so they decide alike.
         """

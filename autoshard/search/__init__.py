@@ -1,1 +1,1 @@
-"""From a question to the best plan: the space, its prices, the answer, what would help."""
+"""The search for the best plan: the space of candidates, their prices, the answer, and changes that would help."""

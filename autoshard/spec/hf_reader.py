@@ -127,7 +127,7 @@ class ConfigReader:
 
 
 def fp8_block(config: Mapping[str, object]) -> tuple[int, int]:
-    """Return how many rows and columns of a weight in FP8 have one scale; refuse files of formats that are not read.
+    """Return the rows and columns of an FP8 weight that share a scale; refuse quantization formats that cannot be read.
 
     >>> fp8_block({}), fp8_block({"quantization_config": {"quant_method": "fp8", "weight_block_size": [64, 32]}})
     ((128, 128), (64, 32))

@@ -57,7 +57,7 @@ class Evaluating:
         require(*_weights_checked(self.sets), *in_range(self, "every_steps", "samples", low=1))
 
     def is_due(self, step: int, num_steps: int) -> bool:
-        """Say whether the state is judged after a step, counted from 1.
+        """Say whether the model is evaluated after a step, counted from 1.
 
         >>> [step for step in range(1, 8) if Evaluating(sets={"a": 1.0}, every_steps=3).is_due(step, 7)]
         [3, 6, 7]

@@ -91,7 +91,10 @@ class Execution:
 
 
 def execute(execution: Execution, launched: GivenRank | None) -> int:
-    """Run to the end, with restarts where allowed; the process of every rank calls this."""
+    """Execute a run with its restarts, and return the exit code.
+
+    Under torchrun every rank calls this, with the rank that torchrun ``launched``; else only the launching process.
+    """
     if launched is not None:
         heed_end_of_agent()
     leads = launched is None or launched.rank == 0

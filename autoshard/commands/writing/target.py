@@ -51,7 +51,10 @@ class Target:
     json: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse a page in the place of the plan file or beside a device, and places where nothing can be written."""
+        """Refuse options that do not fit together or cannot be read.
+
+        --open needs a plan file beside which its page can be written; --deadline and --budget need --tokens.
+        """
         beside = self.out.suffix != ".html" and (self.out.is_file() or not self.out.exists())
         where = "leaves no place beside it for the page of --open. Name a .json file"
         require((beside or not self.open, f"--out {self.out}", where))

@@ -175,7 +175,7 @@ class TorchEngine:
                     replace_text(file, run.text)
 
     def pieces(self) -> tuple[StatePiece, ...]:
-        """Return the boxes of the state that this rank holds; values loaded into them count after ``restored``."""
+        """Return the boxes of the state that this rank holds; ``restored`` applies values loaded into them."""
         return tuple(piece for flat in self.store.flats for piece in flat.state())
 
     def restored(self, num_updates: int) -> None:

@@ -160,7 +160,7 @@ class _RecordedSteps:
         self._steps: list[tuple[RankStep, list[torch.Tensor], list[Operation]]] = []
 
     def record(self, step: RankStep, values: Tensors) -> None:
-        """Run a local step, and name its results."""
+        """Run a local step, and record its operations with its inputs and results."""
         self._recording.operations.clear()
         reads = [values[name] for name in step.reads]
         assert step.run, "an operation runs"

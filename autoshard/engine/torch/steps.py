@@ -86,7 +86,7 @@ class RankContext:
         return self.positions[start:stop] if tensor in POSITIONS else torch.arange(start, stop)
 
     def sizes(self, compute: Compute) -> Mapping[str, int]:
-        """Return the sizes of all dims as this rank computes."""
+        """Return the size of every dim of an operation's tensors on this rank."""
         local = {dim: stop - start for dim, (start, stop) in self.bounds(compute).items()}
         few = {} if self.rows is None else {"batch": 1, "seq": self.rows}
         return {**self.mesh_rank.sizes, **local, **few}

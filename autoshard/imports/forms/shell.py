@@ -249,7 +249,10 @@ def _split(text: str, where: str) -> list[str]:
 
 
 def _options(items: Sequence[str]) -> Mapping[str, str | bool | list[str]]:
-    """Return the options among words; quoted words may hold an option with its value."""
+    """Return the options of a command line, by name; a quoted word may hold an option with its value.
+
+    An option before the script that a launcher starts has only its first value.
+    """
     parts = [part for item in items for part in (_words(item) if item.lstrip().startswith("--") else [item])]
     options: dict[str, str | bool | list[str]] = {}
     name = ""

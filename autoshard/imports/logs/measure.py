@@ -1,4 +1,4 @@
-"""From the reports of a log to the seconds of a step: warm-up dropped, the median of the rest, statements compared.
+"""The seconds of a step from the reports of a log: the median after the warm-up, compared with what the log states.
 
 A log may say the time of a step, tokens or sequences per second, and the clock beside each report. The first of these
 that is there is taken; the others must agree with it.

@@ -93,7 +93,7 @@ def _is_norm(piece: Piece, norm: NormDetail, flow: SegmentFlow) -> bool:
 
 
 def only_turns(piece: Piece, tables: Sequence[Traced], flow: SegmentFlow) -> bool:
-    """Say whether a piece multiplies by its tables and nothing else: zero stays zero, and twice as much gives twice."""
+    """Test whether a piece is linear in its input, as a product with its tables is: f(0) = 0 and f(2x) = 2 f(x)."""
     (x,), generator = piece.reads, torch.Generator().manual_seed(0)
     dims = {dim for step in piece.steps for read in step.reads for dim in (*shape(read.positions), *step.makes.dims)}
     sizes = {dim: dim.size if dim is x.dims[-1] or dim not in x.dims else _NORMED for dim in dims}

@@ -102,7 +102,7 @@ def _as_in_evaluation(module: torch.nn.Module) -> Iterator[None]:
 
 @contextmanager
 def without_caches(module: torch.nn.Module) -> Iterator[None]:
-    """Let a module of Hugging Face return no caches, which training does not."""
+    """Switch off KV caches of a Hugging Face module while it is traced; training returns none."""
     configs: list[Any] = [getattr(submodule, "config", None) for submodule in module.modules()]
     caching = [config for config in configs if getattr(config, "use_cache", None)]
     try:

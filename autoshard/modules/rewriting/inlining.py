@@ -1,4 +1,4 @@
-"""Parts of a graph that torch keeps apart, because gradients or autocast are other there, written where they stand."""
+"""Inlining of subgraphs in which torch switches gradients or autocast: their nodes move into the graph around them."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -91,7 +91,7 @@ def _write_in(
 
 
 def refused_casts(graph_module: torch.fx.GraphModule, node: Node, around: torch.dtype | None) -> InputError:
-    """Say which part of a module has another autocast than there is around it."""
+    """Return the error that names a part of a module whose autocast differs from that of the module."""
     _, dtype, casts, _, source, *_ = node.args
     inside: torch.fx.GraphModule = getattr(graph_module, source.target)
     line = next(

@@ -245,7 +245,7 @@ class ForwardRecord:
         self.after = [(module, {**vars(module)}) for module in self.before.modules.values()]
 
     def put_back(self) -> None:
-        """Restore contents as they were after forward, or before it where it did not end; torch copies lists."""
+        """Restore attributes to their state after forward, or before it if forward failed; torch copies lists."""
         self.is_active = False
         if not self.after:
             self.before.undo()

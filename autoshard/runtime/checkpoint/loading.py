@@ -72,7 +72,7 @@ class Needs:
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes that ranks then send to each other."""
+        """Bytes that ranks send to each other if every box is read once."""
         return sum(self.num_bytes[box] for boxes in self.ranks for box in boxes) - self.once_bytes
 
     def readers(self) -> Mapping[int, int]:

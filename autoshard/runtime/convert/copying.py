@@ -210,7 +210,7 @@ class _Sums:
         self.squares, self.crc32s = list[list[float]](), list[int]()
 
     def begin(self, entry: Entry) -> None:
-        """Go on with the next tensor."""
+        """Start the sums of the next tensor of the file."""
         if self._with_squares:
             self.squares.append([0.0] * len(entry.patches))
         if self._with_crc32s:

@@ -258,7 +258,7 @@ def hub_tokenizer(name: str, files: tuple[str, ...]) -> Path:
 
 @contextmanager
 def _explained(name: str, kind: Literal["dataset", "model"]) -> Iterator[None]:
-    """Turn exceptions of a hub's libraries into one message with the remedy."""
+    """Raise exceptions of the Hugging Face libraries as one InputError with the remedy."""
     from huggingface_hub import constants, errors
 
     # Of the HTTP library, which is another one from time to time.

@@ -160,7 +160,7 @@ class ByteTokenizer:
     )
 
     def documents(self, texts: Sequence[str]) -> list[Tokens]:
-        """Return the bytes of documents, each closed."""
+        """Return the bytes of documents, each followed by the token that ends a document."""
         data = [np.frombuffer(text.encode(errors="replace"), np.uint8) for text in texts]
         return [np.append(codes.astype(np.uint16), np.uint16(BYTES_EOS)) for codes in data]
 

@@ -114,7 +114,7 @@ class Points:
 
     @property
     def choices(self) -> StageChoices:
-        """What their stages may choose from."""
+        """The recompute kinds and the splits of layers that the stages of these points may choose from."""
         space, kinds, allowed = self.variant.space, self.priced.kinds, self.variant.allowed[:, self.variant_rows]
         pinned = space.recomputes[0] if len(space.recomputes) == 1 and space.recomputes[0] != (Recompute(),) else None
         if not pinned:  # a row for every kind that is priced

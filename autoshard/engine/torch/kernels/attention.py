@@ -1,4 +1,4 @@
-"""Causal attention in pieces of which queries see all keys, the keys up to the diagonal, or none.
+"""Causal attention in pieces. The queries of a piece see all of its keys, the keys up to the diagonal, or none.
 
 A piece is computed by the kernel that torch has for the device, which writes no scores; some devices have none, or none
 for FP32. No mask is ever as large as the scores of a sequence: only without a kernel, where probabilities are dropped
