@@ -26,7 +26,8 @@ from autoshard.graph.router import add_router_losses
 from autoshard.graph.written import emit_written, parse_lines
 from autoshard.spec.heads import LatentAttention
 from autoshard.spec.kernels import Kernels
-from autoshard.spec.model import ModelSpec, TracedDecoder
+from autoshard.spec.model import ModelSpec
+from autoshard.spec.traced import TracedDecoder
 from autoshard.spec.workload import Workload
 
 _RESIDUAL: Dims = ("batch", "seq", "hidden")
@@ -173,32 +174,38 @@ def emit_loss(b: BlockBuilder, logits: str) -> None:
     b.emit("loss", Reduce(function="sum", over=("batch", "seq")), weighted)
 
 
-def _traced_blocks(
-    model: ModelSpec, traced: TracedDecoder, workload: Workload, kernels: Kernels
-) -> tuple[Block, Block, Block]:
+def _traced_blocks(model: ModelSpec, traced: TracedDecoder, workload: Workload, kernels: Kernels) -> tuple[Block, ...]:
     """Write down the blocks of a decoder whose code was read."""
-
-    def written(b: BlockBuilder, lines: Sequence[str]) -> str:
-        ops, settled = parse_lines(lines), ""
-        counting = [op for op in ops if isinstance(op.kind, Rotary | Attend) or "positions[seq]:int64" in op.operands]
-        starts = _document_starts(b, workload) if counting else ()
-        reads = [op for op in ops if isinstance(op.kind, Dispatch)]
-        if reads and kernels.settles_experts:  # as in the layers of cards
-            settled = reads[0].name if workload.expert_capacity is not None else reads[0].operands[0]
-        return emit_written(b, ops, {op.name: starts for op in counting}, settled)
-
-    embed, layer, head = (BlockBuilder(workload.precision, workload.optimizer) for _ in range(3))
+    embed, head = (BlockBuilder(workload.precision, workload.optimizer) for _ in range(2))
     with inside("model.traced"):
-        x = written(embed, traced.embed)
-        inner, last = (b.add("x", _RESIDUAL) for b in (layer, head))
-        y = written(layer, traced.layer)
-        gives = (y, *add_router_losses(layer, workload))
-        logits = written(head, traced.head)
+        x = _emit_traced(embed, traced.embed, workload, kernels)
+        last = head.add("x", _RESIDUAL)
+        logits = _emit_traced(head, traced.head, workload, kernels)
         return (
             finish(embed, "embed", kernels, gives=(x,), ties=_embed_ties(model)),
-            finish(layer, "layer", kernels, takes=(inner,), gives=gives, repeat=model.num_layers),
+            *(_traced_layer(model, kind, workload, kernels) for kind in model.layer_counts),
             _with_loss(head, model, kernels, (last, logits)),
         )
+
+
+def _traced_layer(model: ModelSpec, kind: str, workload: Workload, kernels: Kernels) -> Block:
+    b, of_kind = BlockBuilder(workload.precision, workload.optimizer), model.of_kind(kind).traced
+    assert of_kind, f"{model.name} was read off no code"
+    x = b.add("x", _RESIDUAL)
+    y = _emit_traced(b, of_kind.layer, workload, kernels)
+    gives = (y, *add_router_losses(b, workload))
+    return finish(b, kind, kernels, takes=(x,), gives=gives, repeat=model.layer_counts[kind])
+
+
+def _emit_traced(b: BlockBuilder, lines: Sequence[str], workload: Workload, kernels: Kernels) -> str:
+    """Emit the lines of a part; return the name of its result."""
+    ops, settled = parse_lines(lines), ""
+    counting = [op for op in ops if isinstance(op.kind, Rotary | Attend) or "positions[seq]:int64" in op.operands]
+    starts = _document_starts(b, workload) if counting else ()
+    reads = [op for op in ops if isinstance(op.kind, Dispatch)]
+    if reads and kernels.settles_experts:  # as in the layers of cards
+        settled = reads[0].name if workload.expert_capacity is not None else reads[0].operands[0]
+    return emit_written(b, ops, {op.name: starts for op in counting}, settled)
 
 
 def _norm(b: BlockBuilder, model: ModelSpec, name: str, x: str, over: str, eps: float | None = None) -> str:

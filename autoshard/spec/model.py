@@ -10,6 +10,7 @@ from autoshard.errors import in_range, inside, require
 from autoshard.spec.heads import MAX_DIM, LatentAttention, RotaryScaling
 from autoshard.spec.record import option
 from autoshard.spec.repeats import compress, expand_counts
+from autoshard.spec.traced import TracedDecoder
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 RouterScores = Literal["softmax", "sigmoid"]
@@ -20,35 +21,6 @@ MAX_EXPERTS = 10_000
 LAYER = "layer"  # the kind of layers that the fields of a model describe
 OTHER_BLOCKS = ("embed", "head", "update", "module")  # names of blocks that are no layers
 _KIND_NAME = re.compile(r"[a-z][a-z0-9_]*")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TracedDecoder:
-    """A decoder as its code computes it, where the options of a card do not say it: a line per forward operation.
-
-    The head ends where the logits are made; the loss follows. ``sizes`` are those of dims that no card has, and
-    ``unlifted`` says what of the code is not in the lines, or only as work of which nothing else is known.
-    """
-
-    embed: tuple[str, ...]
-    layer: tuple[str, ...]
-    head: tuple[str, ...]
-    sizes: Mapping[str, int] = field(hash=False)
-    num_parameters: int
-    unlifted: tuple[str, ...] = ()
-
-    @property
-    def lines(self) -> tuple[str, ...]:
-        """The lines of all parts."""
-        return (*self.embed, *self.layer, *self.head)
-
-    def __post_init__(self) -> None:
-        empty = [name for name in ("embed", "layer", "head") if not getattr(self, name)]
-        require(
-            *((False, name, "must have at least one line") for name in empty),
-            *((size >= 1, f"sizes.{dim}", f"must be at least 1, not {size}") for dim, size in self.sizes.items()),
-            *in_range(self, "num_parameters", low=1),
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +70,7 @@ class LayerKind:
     dense_ffn: int | None = option(None)  # the width of an MLP that stands in the place of experts
     window: int | None = option(None)
     rotary_theta: float | None = option(None)  # whose frequencies are not scaled
+    lines: tuple[str, ...] = option(())  # of a layer of a decoder that was read off its code
 
     def __post_init__(self) -> None:
         name, taken = self.name, (LAYER, *OTHER_BLOCKS)
@@ -108,6 +81,11 @@ class LayerKind:
             *in_range(self, "window", "rotary_theta", low=1),
         )
 
+    @property
+    def bare(self) -> "LayerKind":
+        """The kind without its lines."""
+        return replace(self, lines=())
+
     def of_model(self, model: "ModelSpec") -> "ModelSpec":
         """Return the model whose layers are all of this kind."""
         changes: dict[str, Any] = {"window": self.window} if self.window else {}
@@ -116,6 +94,8 @@ class LayerKind:
             changes |= {"shared_ffn": 0, "router": None, "router_bias": False}
         if self.rotary_theta:
             changes |= {"rotary_theta": self.rotary_theta, "rotary_scaling": None}
+        if model.traced and self.lines:
+            changes["traced"] = replace(model.traced, layer=self.lines)
         return replace(model, **changes)
 
 
@@ -241,6 +221,9 @@ class ModelSpec:
         if not self.order:
             yield not names, "order", f"missing, though there are other kinds of layers: {', '.join(names)}"
             return
+        for kind in self.kinds:
+            lines = f"are {'missing' if self.traced else 'only said'} of {kind.name} where the model was read off code"
+            yield bool(kind.lines) == (self.traced is not None), "kinds", lines
         with inside("order"):
             listed = Counter(expand_counts(self.order))
         unknown, unused = listed.keys() - {LAYER, *names}, {*names} - listed.keys()
@@ -285,15 +268,19 @@ class ModelSpec:
 
     def differences(self, now: "ModelSpec") -> Iterator[str]:
         """Yield the differences from this model to another, apart from their names."""
-        for name in (
-            spec_field.name for spec_field in fields(self) if spec_field.name not in ("name", "source", "traced")
-        ):
-            before, after = getattr(self, name), getattr(now, name)
+        bare = [replace(spec, traced=None, kinds=tuple(kind.bare for kind in spec.kinds)) for spec in (self, now)]
+        for name in (spec_field.name for spec_field in fields(self) if spec_field.name not in ("name", "source")):
+            before, after = (getattr(spec, name) for spec in bare)
             if before != after:
                 yield f"{name} was {before} and is {after}"
-        before, after = ({*spec.traced.lines} if spec.traced else set[str]() for spec in (self, now))
+        before, after = ({*spec.lines} for spec in (self, now))
         yield from (f"no more {line}" for line in sorted(before - after))
         yield from (f"new is {line}" for line in sorted(after - before))
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """The lines of all parts and kinds of layers of a decoder that was read off its code."""
+        return (*(self.traced.lines if self.traced else ()), *(line for kind in self.kinds for line in kind.lines))
 
     @property
     def queries_per_kv_head(self) -> int:
@@ -303,10 +290,10 @@ class ModelSpec:
     @property
     def widths(self) -> tuple[int, ...]:
         """Sizes of the MLPs of layers: that of the model, those of other kinds, and what is read off code."""
-        if self.traced is None:
-            shared = (self.shared_ffn,) if self.shared_ffn else ()
-            return (self.ffn, *shared, *(kind.dense_ffn for kind in self.kinds if kind.dense_ffn))
-        return (self.ffn, *(size for dim, size in self.traced.sizes.items() if dim.startswith("ffn_")))
+        shared = (self.shared_ffn,) if self.shared_ffn else ()
+        sizes = self.traced.sizes if self.traced else dict[str, int]()
+        of_code = (size for dim, size in sizes.items() if dim.startswith("ffn_"))
+        return (self.ffn, *shared, *(kind.dense_ffn for kind in self.kinds if kind.dense_ffn), *of_code)
 
     @property
     def norm_has_bias(self) -> bool:

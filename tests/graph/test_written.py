@@ -9,8 +9,9 @@ from autoshard.graph.block import Block, OpGraph
 from autoshard.graph.decoder import decoder_graph
 from autoshard.graph.written import WrittenOp, block_lines
 from autoshard.spec.kernels import load_kernels
-from autoshard.spec.model import ModelSpec, TracedDecoder
+from autoshard.spec.model import ModelSpec
 from autoshard.spec.model_catalogue import load_model, model_names
+from autoshard.spec.traced import TracedDecoder
 from autoshard.spec.workload import Documents, Precision, Workload
 from tests.slower import each_third_is_fast
 

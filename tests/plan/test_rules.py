@@ -23,7 +23,8 @@ from autoshard.plan.rules.strategy import (
 from autoshard.spec.heads import LatentAttention, RotaryScaling
 from autoshard.spec.kernels import kernels_names, load_kernels
 from autoshard.spec.mesh import Mesh
-from autoshard.spec.model import LayerKind, TracedDecoder
+from autoshard.spec.model import LayerKind
+from autoshard.spec.traced import TracedDecoder
 from tests.plan.cases import any_candidates, ask, questions, reasons
 
 GPU = {"cluster_name": "h100-80", "nodes": 2}

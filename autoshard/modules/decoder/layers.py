@@ -3,7 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from autoshard.graph.kinds.attention import Attend
@@ -11,13 +11,13 @@ from autoshard.modules.decoder.naming import Roles, layer_names
 from autoshard.modules.decoder.pieces import Piece
 from autoshard.modules.decoder.segments import Segment
 from autoshard.modules.decoder.writing import LineWriter
-from autoshard.modules.dims import Dim, size_of
+from autoshard.modules.dims import Dim, Position, size_of
+from autoshard.spec.model import LAYER
 
 _OF_ATTENTION = (
     "add", "bmm", "div", "einsum", "masked_fill", "matmul", "mul", "scaled_dot_product_attention", "softmax",
     "_softmax", "where",
 )  # fmt: skip
-ROUTER_BY_SIGMOID = "layer: its experts are chosen by sigmoids, and planned as if by a softmax"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,47 +31,76 @@ class WrittenPart:
     counts: Mapping[str, int]  # of the numbers of weights, in the code
 
 
+@dataclass(frozen=True, kw_only=True)
+class KindNames:
+    """The kind of layers that is written: its name, and what dims of the kinds before it are called."""
+
+    name: str = LAYER
+    ffn: int | None = None  # the width of the model's MLPs, if another kind has set it
+    other_sizes: Mapping[str, int] = field(default_factory=dict[str, int])
+
+    def width_name(self, number: int, size: int) -> str:
+        """Name the dim of a product that is inside of a layer; the first is that of its MLP or of its experts."""
+        if number == 1:
+            return "ffn" if self.ffn in (None, size) else f"ffn_{self.name}"
+        name = f"ffn_{number}"
+        return name if self.other_sizes.get(name, size) == size else f"ffn_{self.name}_{number}"
+
+
 def written_layer(
-    pieces: Sequence[Piece], segment: Segment, shared_names: Mapping[Dim, str], attend: Attend
+    pieces: Sequence[Piece], segment: Segment, shared_names: Mapping[Dim, str], attend: Attend, kind: KindNames
 ) -> WrittenPart:
     """Write a layer down; ``shared_names`` are those of batch, sequence, hidden size and vocabulary."""
-    roles, dims = Roles.of(pieces, segment.name), dict(shared_names)
-    heads = roles.heads([dim for dim, name in shared_names.items() if name in ("batch", "seq")])
+    tokens = [dim for dim, name in shared_names.items() if name in ("batch", "seq")]
+    roles, dims = Roles.of(pieces, segment.name, tokens[1]), dict(shared_names)
+    heads = roles.heads(tokens)
     dims |= {dim: "head_dim" if name == "values" else name for name, position in heads.items() for dim in position}
     for chain in roles.chains.values():  # a head that is only partly turned is put together again
         head_dims = tuple(dim for dim in chain[0].dims if dims.get(dim, "head_dim") == "head_dim") if chain else ()
         dims |= dict.fromkeys(head_dims if size_of(head_dims) == size_of(heads["head_dim"]) else (), "head_dim")
     experts = next((piece.experts for piece in pieces if piece.experts), None)
     widths = _widths(pieces, dims)
-    ffn = experts.width if experts else widths[0].size if widths else segment.gives.dims[-1].size
     names = layer_names(pieces, roles, segment)
-    writer = LineWriter(segment=segment, names=names, dims=dims, roles=roles, attend=attend)
+    writer = LineWriter(
+        segment=segment, names=names, dims=dims, roles=roles, attend=attend, other_sizes=kind.other_sizes
+    )
     for number, dim in enumerate(widths, start=2 if experts else 1):
-        dims[dim] = "ffn" if number == 1 else f"ffn_{number}"
+        dims[dim] = kind.width_name(number, dim.size)
         writer.sizes |= {dims[dim]: dim.size} if number > 1 else {}
+    return WrittenPart(
+        lines=writer.write(pieces),
+        traits={**_traits_of_heads(heads), **_traits_of_mlp(pieces, names, widths)},
+        sizes=writer.sizes,
+        counts=writer.counts,
+        notes=(*_notes(roles.attend, pieces, kind.name), *opaque_notes(kind.name, names)),
+    )
+
+
+def _traits_of_heads(heads: Mapping[str, Position]) -> Mapping[str, Any]:
+    """Return what a layer with attention says of its heads."""
+    if not heads:
+        return {}
+    num_kv = size_of(heads["kv_heads"])
+    num_heads = num_kv * size_of(heads["q_group"])
+    return {"num_heads": num_heads, "num_kv_heads": num_kv, "head_dim": size_of(heads["head_dim"])}
+
+
+def _traits_of_mlp(pieces: Sequence[Piece], names: Mapping[Piece, str], widths: Sequence[Dim]) -> Mapping[str, Any]:
+    """Return what a layer says of the rest of a model; nothing of what it has not."""
+    experts = next((piece.experts for piece in pieces if piece.experts), None)
     by_name = {name: piece for piece, name in names.items()}
     norm = next((piece.norm for piece in pieces if piece.norm), None)
     act = by_name["act"].function if "act" in by_name else None
-    num_kv = size_of(heads["kv_heads"])
-    return WrittenPart(
-        lines=writer.write(pieces),
-        traits={
-            "num_heads": num_kv * size_of(heads["q_group"]),
-            "num_kv_heads": num_kv,
-            "head_dim": size_of(heads["head_dim"]),
-            "ffn": ffn,
-            "norm": norm.function if norm else "layer",
-            "norm_eps": norm.eps if norm else 1e-6,
-            "activation": act or (experts and experts.activation) or "silu",
-            "gated_mlp": "product" in by_name or bool(experts and experts.is_gated),
-            "rotary_fraction": by_name["q_rotary"].fraction if "q_rotary" in by_name else 1.0,
-            "num_experts": experts.num_experts if experts else 0,
-            "experts_per_token": experts.choices if experts else 0,
-        },
-        sizes=writer.sizes,
-        counts=writer.counts,
-        notes=(*_notes(roles.attend, pieces), *opaque_notes("layer", names)),
-    )
+    traits: dict[str, Any] = {"norm": norm.function, "norm_eps": norm.eps} if norm else {}
+    traits |= {"rotary_fraction": by_name["q_rotary"].fraction} if "q_rotary" in by_name else {}
+    if activation := act or (experts and experts.activation):
+        traits["activation"] = activation
+    if experts:
+        traits |= {"num_experts": experts.num_experts, "experts_per_token": experts.choices}
+    if experts or widths:
+        gated = "product" in by_name or bool(experts and experts.is_gated)
+        traits |= {"ffn": experts.width if experts else widths[0].size, "gated_mlp": gated}
+    return traits
 
 
 def opaque_notes(part: str, names: Mapping[Piece, str]) -> Iterator[str]:
@@ -81,22 +110,21 @@ def opaque_notes(part: str, names: Mapping[Piece, str]) -> Iterator[str]:
             yield f"{part}: {name} ({', '.join(dict.fromkeys(piece.functions))}) is planned by its work alone"
 
 
-def _notes(attend: Piece, pieces: Sequence[Piece]) -> Iterator[str]:
+def _notes(attend: Piece | None, pieces: Sequence[Piece], kind: str) -> Iterator[str]:
     """Say what attention and experts do that the planner's own do not."""
-    assert attend.attention, "attention is known"
-    more = sorted({*attend.functions} - {*_OF_ATTENTION})
+    more = sorted({*attend.functions} - {*_OF_ATTENTION}) if attend else ()
     if more:
-        yield f"layer: {', '.join(more)} of the scores of attention is not in the plan"
-    if attend.attention.extras:
+        yield f"{kind}: {', '.join(more)} of the scores of attention is not in the plan"
+    if attend and attend.attention and attend.attention.extras:
         names = ", ".join(value.name for value in attend.attention.extras)
-        yield f"layer: attention also reads {names}, which is not in the plan"
+        yield f"{kind}: attention also reads {names}, which is not in the plan"
     for piece in pieces:
         if piece.experts and piece.experts.by_sigmoid:
-            yield ROUTER_BY_SIGMOID
+            yield f"{kind}: its experts are chosen by sigmoids, and planned as if by a softmax"
         if piece.experts and not piece.experts.is_normalised:
-            yield "layer: the weights of the chosen experts are planned as if they were normalised"
+            yield f"{kind}: the weights of the chosen experts are planned as if they were normalised"
         if piece.experts and not piece.experts.activation:
-            yield "layer: what experts compute between their products is planned by its work alone"
+            yield f"{kind}: what experts compute between their products is planned by its work alone"
 
 
 def _widths(pieces: Sequence[Piece], dims: Mapping[Dim, str]) -> list[Dim]:

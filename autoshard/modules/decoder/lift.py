@@ -12,12 +12,12 @@ from torch.nn.modules.dropout import _DropoutNd  # pyright: ignore[reportPrivate
 from autoshard.errors import require
 from autoshard.graph.block import OpGraph
 from autoshard.graph.decoder import decoder_graph
-from autoshard.graph.kinds.attention import Attend
+from autoshard.graph.kinds.experts import TopK
 from autoshard.modules.capture import Captured
 from autoshard.modules.decoder.clusters import Clusters
-from autoshard.modules.decoder.layers import WrittenPart, opaque_notes, written_layer
-from autoshard.modules.decoder.masks import NOT_CAUSAL, Sight, sight_of
-from autoshard.modules.decoder.naming import Roles, own_name
+from autoshard.modules.decoder.kinds import WrittenKinds, written_kinds
+from autoshard.modules.decoder.layers import WrittenPart, opaque_notes
+from autoshard.modules.decoder.naming import own_name
 from autoshard.modules.decoder.pieces import Piece, SegmentFlow, parameters_of, products_of
 from autoshard.modules.decoder.recognise import recognised
 from autoshard.modules.decoder.segments import Segment, Stack, stack_of
@@ -25,7 +25,8 @@ from autoshard.modules.decoder.writing import LineWriter
 from autoshard.modules.dims import Dim, factors, size_of
 from autoshard.modules.program import Traced
 from autoshard.spec.kernels import load_kernels
-from autoshard.spec.model import ModelSpec, TracedDecoder
+from autoshard.spec.model import LAYER, ModelSpec
+from autoshard.spec.traced import TracedDecoder
 from autoshard.spec.workload import Precision, Workload
 
 _ANY = Workload(seq_len=64, global_batch=1, precision=Precision.named("bf16"))
@@ -43,17 +44,20 @@ def lift_decoder(
     """
     stack = stack_of(captured.program, logits_of(captured)[1])
     dims, embed, head = _ends(stack)
-    layer = _layer(captured, stack, dims)
+    _refuse_shared(captured, stack)
+    layers = written_kinds(captured, stack, [_pieces(segment) for segment in stack.layers], dims)
     positions: Any = getattr(getattr(module, "config", None), "max_position_embeddings", None)
     length = next(dim.size for dim, name in dims.items() if name == "seq")
-    traits = {"max_positions": int(positions or length), **embed.traits, **layer.traits, **head.traits}
+    traits = {"max_positions": int(positions or length), "ffn": embed.traits["hidden"]}
+    traits |= {**embed.traits, **layers.traits, **head.traits}
     traced = TracedDecoder(
-        embed=embed.lines, layer=layer.lines, head=head.lines, sizes={**embed.sizes, **layer.sizes, **head.sizes},
-        num_parameters=1,
+        embed=embed.lines, layer=layers.parts[LAYER].lines, head=head.lines,
+        sizes={**embed.sizes, **layers.sizes, **head.sizes}, num_parameters=1,
     )  # fmt: skip
     model = ModelSpec(name=name, source=source, **traits, traced=traced)
     count, total = _graph(model).num_parameters(), sum(parameter.numel() for parameter in module.parameters())
-    notes = [*embed.notes, *layer.notes, *head.notes, *_left_out(model, stack, (embed, layer, head))]
+    notes = [*embed.notes, *(note for part in layers.parts.values() for note in part.notes), *layers.notes, *head.notes]
+    notes += _left_out(model, stack, (embed, head), layers)
     notes += [f"{total - count:,} of {total:,} parameters are not in the plan"] if count < total else []
     more = f"{count - total:,} parameters more than the {total:,} of the code: some are used more than once"
     notes += [f"the plan has {more}, and planned for each use"] if count > total else []
@@ -89,23 +93,26 @@ def logits_of(captured: Captured) -> tuple[str, Traced]:
     return str(name), values[str(name)]
 
 
-def _left_out(model: ModelSpec, stack: Stack, parts: Sequence[WrittenPart]) -> Iterator[str]:
+def _left_out(
+    model: ModelSpec, stack: Stack, ends: tuple[WrittenPart, WrittenPart], layers: WrittenKinds
+) -> Iterator[str]:
     """Say how many products of the code are not in the lines; refuse weights that have another size in the code."""
     (batch,), (seq,) = stack.carried[:2]
     work = replace(_ANY, seq_len=seq.size, global_batch=batch.size)
     graph = decoder_graph(model, work, load_kernels(_TABLE), micro_batch=batch.size)
-    for block, part in zip(graph.blocks, parts, strict=True):
+    segments = {"embed": [stack.embed], "head": [stack.head]}
+    segments |= {name: [stack.layers[number] for number in its] for name, its in layers.numbers.items()}
+    for block, part in zip(graph.blocks, (ends[0], *layers.parts.values(), ends[1]), strict=True):
         for tensor in block.parameters:
             size = math.prod(graph.sizes[dim] for dim in tensor.dims)
             count = part.counts.get(tensor.name, size)
             what = f"{tensor.name}[{' '.join(tensor.dims)}] would have {size:,} numbers, and has {count:,} in the code"
             require((size == count, block.kind, f"{what}: its dims cannot be told apart"))
-    if model.num_experts:  # of which the code may compute more than are chosen
-        return
-    ours = sum(block.repeat * block.matrix_flops("F", graph.sizes) for block in graph.blocks)
-    steps = (step for segment in (stack.embed, *stack.layers, stack.head) for step in segment.steps)
+    counted = [block for block in graph.blocks if not any(isinstance(op.kind, TopK) for op in block.ops)]
+    ours = sum(block.repeat * block.matrix_flops("F", graph.sizes) for block in counted)
+    steps = (step for block in counted for segment in segments[block.kind] for step in segment.steps)
     theirs = sum(2 * size_of(dims) for step in steps for dims in products_of(step))
-    if ours != theirs:
+    if ours != theirs:  # without experts, of which code may compute more than are chosen
         yield f"the plan counts {ours:,} FLOPs of products in a forward pass, and the code has {theirs:,}"
 
 
@@ -195,46 +202,6 @@ def _end(
 
 def _has(pieces: Sequence[Piece], kind: str) -> bool:
     return any(piece.kind == kind for piece in pieces)
-
-
-def _layer(captured: Captured, stack: Stack, dims: Mapping[Dim, str]) -> WrittenPart:
-    """Return the lines of a layer, which all layers must have; refuse the first layer that differs."""
-    _refuse_shared(captured, stack)
-    layers, sights = [_pieces(segment) for segment in stack.layers], dict[tuple[Traced, ...], Sight]()
-    length = stack.carried[1][0].size
-    seen: list[int | None] = []
-    for pieces, segment in zip(layers, stack.layers, strict=True):
-        attend = Roles.of(pieces, segment.name).attend
-        masks = tuple(mask for mask in attend.inputs if len(mask.dims) > 1 and mask.dims[-1].size == length)
-        if masks not in sights:  # layers share them
-            assert attend.attention, "attention is known"
-            seen_by_others = attend.attention.is_causal or bool(attend.attention.extras)
-            require((bool(masks) or seen_by_others, segment.name, NOT_CAUSAL))
-            sights[masks] = sight_of(captured, masks, segment.name) if masks else Sight(window=None)
-        seen.append(sights[masks].window)
-    counts, notes = Counter(seen), list[str]()
-    if any(sight.is_biased for sight in sights.values()):
-        notes.append("layer: what is added to the scores of attention by position is not in the plan")
-    attend = Attend(window=seen[0]) if len(counts) == 1 else Attend(windows=tuple(counts.items()))
-    if len(counts) > 1:
-        said = " and ".join(
-            f"{count} of {len(seen)} layers see only {window} tokens" for window, count in counts.items() if window
-        )
-        notes.append(f"{said}; each layer is planned with the mean time of all")
-    first, *later = (
-        written_layer(pieces, segment, dims, attend) for pieces, segment in zip(layers, stack.layers, strict=True)
-    )
-    for part, segment in zip(later, stack.layers[1:], strict=True):
-        differing = sorted(_said(part) ^ _said(first))
-        what = f"differs from the first layer: {differing[0]}" if differing else ""
-        require((not differing, segment.name, f"{what}. Only equal layers can be planned"))
-    return replace(first, traits={**first.traits, "window": attend.window}, notes=(*first.notes, *notes))
-
-
-def _said(part: WrittenPart) -> set[str]:
-    """Return all that lines and sizes say of a layer."""
-    sizes = {**part.traits, **part.sizes}
-    return {*part.lines, *(f"{name} = {value}" for name, value in sizes.items())}
 
 
 def _refuse_shared(captured: Captured, stack: Stack) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from autoshard.errors import require
 from autoshard.graph.op import Dims
-from autoshard.modules.decoder.pieces import Piece
+from autoshard.modules.decoder.pieces import Piece, shape
 from autoshard.modules.decoder.segments import Segment
 from autoshard.modules.dims import Dim, Position, factors, size_of
 from autoshard.modules.program import Traced
@@ -17,18 +17,20 @@ from autoshard.modules.program import Traced
 class Roles:
     """The pieces of a layer that have a part of their own: attention, and what leads to and from it."""
 
-    attend: Piece
+    attend: Piece | None  # some layers are an MLP alone
     chains: Mapping[str, tuple[Piece, ...]]  # of q, k and v, from the product on
     out: Piece | None  # the first product of what was attended
     of_keys: frozenset[Piece]  # the products that keys and values are made of: without a group of queries
 
     @classmethod
-    def of(cls, pieces: Sequence[Piece], name: str) -> "Roles":
-        """Find attention, and what leads to and from it."""
+    def of(cls, pieces: Sequence[Piece], name: str, tokens: Dim) -> "Roles":
+        """Find attention, and what leads to and from it; where there is none, nothing may bring ``tokens`` together."""
         attends = [piece for piece in pieces if piece.kind == "attend"]
         forms = "softmax(q k) v in two products of two tensors each, or scaled_dot_product_attention"
         message = f"has {len(attends)} places of attention that are recognised ({forms}); a layer of a decoder has one"
-        require((len(attends) == 1, name, message))
+        require((len(attends) == 1 or (not attends and _keeps_tokens_apart(pieces, tokens)), name, message))
+        if not attends:
+            return cls(attend=None, chains={}, out=None, of_keys=frozenset())
         by_value = {piece.makes: piece for piece in pieces}
         chains = {letter: _chain(by_value, value) for letter, value in zip("qkv", attends[0].reads, strict=True)}
         of_keys, waiting = set[Piece](), list(attends[0].reads[1:])
@@ -48,6 +50,8 @@ class Roles:
 
     def heads(self, tokens: Sequence[Dim]) -> Mapping[str, Position]:
         """Return which dims are KV heads, the queries of each, and a head of keys and of values."""
+        if self.attend is None:
+            return {}
         query, key = self.attend.reads[:2]
         assert self.attend.attention, "attention is known"
         head, value_head = factors(self.attend.attention.head), factors(self.attend.attention.value_head)
@@ -60,6 +64,13 @@ class Roles:
             "head_dim": head,
             "values": value_head,
         }
+
+
+def _keeps_tokens_apart(pieces: Sequence[Piece], tokens: Dim) -> bool:
+    """Say whether each token's part of a result is made of that token's parts alone."""
+    steps = (step for piece in pieces for step in piece.steps)
+    reading = (step for step in steps if any(tokens in shape(read.positions) for read in step.reads))
+    return all(tokens in step.makes.dims and tokens not in step.whole_leaves() for step in reading)
 
 
 def _chain(by_value: Mapping[Traced, Piece], value: Traced) -> tuple[Piece, ...]:
@@ -78,7 +89,7 @@ _CHAINED = {"product": "", "shift": "_shift", "norm": "_norm", "rotary": "_rotar
 
 def layer_names(pieces: Sequence[Piece], roles: Roles, segment: Segment) -> Mapping[Piece, str]:
     """Name the operations of a layer as a card would."""
-    names: dict[Piece, str] = {roles.attend: "attend"}
+    names: dict[Piece, str] = {roles.attend: "attend"} if roles.attend else {}
     for letter, chain in roles.chains.items():
         names |= {piece: f"{letter}{_CHAINED[piece.kind]}" for piece in chain if piece not in names}
     readers: dict[Traced, list[Piece]] = {}
@@ -86,14 +97,14 @@ def layer_names(pieces: Sequence[Piece], roles: Roles, segment: Segment) -> Mapp
         for value in piece.reads:
             readers.setdefault(value, []).append(piece)
     adds = [piece for piece in pieces if piece.kind == "add" and {*piece.dims} == {*segment.gives.dims}]
-    before = pieces.index(roles.out) if roles.out else len(pieces)
+    before = pieces.index(roles.out) if roles.out else len(pieces) if roles.attend else -1
     after = [piece for piece in adds if pieces.index(piece) > before]
     if roles.out:
         names[roles.out] = "o"
         names |= {piece: "o_shift" for piece in readers.get(roles.out.makes, ()) if piece.kind == "shift"}
-    if after:
+    if after and roles.attend:
         names[after[0]] = "attn_add"
-        names |= {after[-1]: "mlp_add"} if len(after) > 1 else {}
+    names |= {after[-1]: "mlp_add"} if len(after) > bool(roles.attend) else {}
     prefix = "shared_" if any(piece.kind == "experts" for piece in pieces) else ""
     for piece in pieces:
         if piece not in names:

@@ -41,6 +41,7 @@ class LineWriter:
     ops: list[WrittenOp] = field(default_factory=list[WrittenOp])
     laid: dict[Traced, tuple[str, Dims]] = field(default_factory=dict[Traced, tuple[str, Dims]])  # operation, its dims
     sizes: dict[str, int] = field(default_factory=dict[str, int])  # of dims that no card has
+    other_sizes: Mapping[str, int] = field(default_factory=dict[str, int])  # of those of other kinds of layers
     counts: dict[str, int] = field(default_factory=dict[str, int])  # of the numbers of weights, in the code
 
     def write(self, pieces: Sequence[Piece]) -> tuple[str, ...]:
@@ -63,8 +64,12 @@ class LineWriter:
         if dim not in self.dims:
             hint = shown_hint(dim)
             count = sum(name == hint or name.startswith(f"{hint}_") for name in self.sizes)
-            self.dims[dim] = f"{hint}_{count + 1}" if count or hint in self.dims.values() else hint
-            self.sizes[self.dims[dim]] = dim.size
+            name = f"{hint}_{count + 1}" if count or hint in self.dims.values() else hint
+            while self.other_sizes.get(name, dim.size) != dim.size:
+                count += 1
+                name = f"{hint}_{count + 1}"
+            self.dims[dim] = name
+            self.sizes[name] = dim.size
         return self.dims[dim]
 
     def _weight(self, name: str, weight: WeightPart, dims: Dims | None = None) -> str:
@@ -190,25 +195,26 @@ class LineWriter:
 
         if self.segment.takes:
             name("x", "block_in" if self.roles else "head_in")
-        if self.roles:
-            query, key, value = (self.laid[read][0] for read in self.roles.attend.reads)
-            name(query, "q_in")
-            name(key, "k_in", _KEYS_ALONG)
-            name(value, "v_in", _KEYS_ALONG)
+        for value, letter in zip(self._attended(), "qkv", strict=False):
+            name(self.laid[value][0], f"{letter}_in", () if letter == "q" else _KEYS_ALONG)
         for tensor, delivered in _DELIVERED.items():
             if tensor in ops_by_name:
                 name(tensor, delivered)
         for reader, delivered in (("down", "down_in"), ("attn_add", "attn_out"), ("mlp_add", "mlp_out")):
-            branch = (
-                [operand for operand in ops_by_name[reader].operands if operand not in ("x", "attn_add")]
-                if reader in ops_by_name
-                else []
-            )
-            if branch:
-                name(branch[0], delivered)
+            for branch in self._branches(reader):
+                name(branch, delivered)
         if "dispatch" in ops_by_name:
             name("down", "expert_out")
         yield from delivers.values()
+
+    def _attended(self) -> Sequence[Traced]:
+        """Return what attention reads, if there is any: queries, keys and values."""
+        return self.roles.attend.reads if self.roles and self.roles.attend else ()
+
+    def _branches(self, reader: str) -> Sequence[str]:
+        """Return the first operand of an operation that is no residual, if there is such an operation."""
+        operands = [operand for op in self.ops if op.name == reader for operand in op.operands]
+        return [operand for operand in operands if operand not in ("x", "attn_add")][:1]
 
 
 def _with_groups(dims: Sequence[str]) -> list[str]:

@@ -141,6 +141,14 @@ class Convolved(Layer):
         return super().attended(self.near(x.transpose(1, 2))[..., : x.shape[1]].transpose(1, 2))
 
 
+class Wide(Layer):
+    """A wider MLP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.widen, self.narrow = nn.Linear(64, 96), nn.Linear(96, 64)
+
+
 class Placed(Own):
     """Positions are a parameter of their own, and words have two tables."""
 
@@ -187,6 +195,7 @@ LIFTED: Mapping[str, tuple[Callable[[], nn.Module], tuple[str, ...]]] = {
     "a convolution": (of(Convolved), (f"layer: conv1d_slice_own (conv1d, slice) {WORK}",)),
     "places of its own": (Placed, (f"embedding: slice_add_own (slice, add) {WORK}",)),
     "a deep head": (Deep, ()),
+    "another width": (lambda: with_layers(Layer, Wide), ()),
     "experts chosen by what is no weight": (
         of_transformers(
             "Glm4Moe", n_routed_experts=4, num_experts_per_tok=3, n_group=1, topk_group=1, first_k_dense_replace=0,
@@ -233,14 +242,6 @@ class Uneven(Layer):
         near = (seen & seen.flip(0, 1).triu(-3)).expand(4, *seen.shape)
         each = torch.cat([seen.expand(4, *seen.shape), near])
         return F.scaled_dot_product_attention(query, key, value, each)
-
-
-class Wide(Layer):
-    """A wider MLP."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.widen, self.narrow = nn.Linear(64, 96), nn.Linear(96, 64)
 
 
 class OneTensor(Layer):
@@ -292,7 +293,10 @@ class Marked(Own):
 REFUSED: Mapping[str, tuple[Callable[[], nn.Module], str]] = {
     "no mask": (of(Blind), "blocks.0: has attention that is not causal"),
     "heads that see less": (of(Uneven), "blocks.0: has attention that is not causal, or has no window of one size"),
-    "another width": (lambda: with_layers(Layer, Wide), "blocks.1: differs from the first layer: ffn = "),
+    "other heads": (
+        lambda: with_layers(Tiled, Layer),
+        "blocks.1: has 8 heads of keys and values, and blocks.0 has 2. All layers",
+    ),
     "a weight of two layers": (sharing, "blocks.1: uses blocks.0.widen.weight, as blocks.0 does"),
     "keys that are values": (of(OneTensor), "blocks.0: has 0 places of attention that are recognised"),
     "layers again": (Again, "blocks: does not run its layers in order, each once"),

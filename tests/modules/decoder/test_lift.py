@@ -241,14 +241,6 @@ def test_what_only_looks_like_a_norm_or_a_rotation_is_work_that_is_said(layer: t
 # -- what is refused, and why -----------------------------------------------------------------------
 
 
-class Otherwise(OwnLayer):
-    """A layer with another activation."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x + self.attended(self.first(x))
-        return x + self.narrow(torch.relu(self.widen(self.second(x))))
-
-
 class Open(OwnLayer):
     """Attention that sees all tokens."""
 
@@ -277,9 +269,6 @@ def with_layers(*kinds: type[OwnLayer]) -> nn.Module:
 
 
 REFUSED: Mapping[str, tuple[Any, str]] = {
-    "layers that differ": (
-        lambda: with_layers(OwnLayer, Otherwise), "blocks.1: differs from the first layer: act = Unary"
-    ),
     "attention that is not causal": (lambda: with_layers(Open, Open), "blocks.0: has attention that is not causal"),
     "two tensors that go on": (Twice, "the head: reads 2 tensors of earlier parts (add"),
     "experts that no topk chooses": (

@@ -55,14 +55,32 @@ class RootMeanSquare(nn.Module):
 
 
 class Gated(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, inner: int = 44) -> None:
         super().__init__()
         self.gate, self.up, self.down = (
-            nn.Linear(*size, bias=False) for size in ((WIDTH, 44), (WIDTH, 44), (44, WIDTH))
+            nn.Linear(*size, bias=False) for size in ((WIDTH, inner), (WIDTH, inner), (inner, WIDTH))
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down(functional.silu(self.gate(x)) * self.up(x))
+
+
+class Wide(Gated):
+    """The MLP of a first dense layer, which is wider than experts and than others."""
+
+    def __init__(self) -> None:
+        super().__init__(72)
+
+
+class Squared(nn.Module):
+    """Another kind of MLP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 44), nn.Linear(44, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(functional.relu(self.up(x)))
 
 
 class Experts(nn.Module):
@@ -89,7 +107,7 @@ class LlamaLayer(nn.Module):
         self.key, self.value = (nn.Linear(WIDTH, WIDTH // 2, bias=False) for _ in range(2))
         self.mlp = mlp()
 
-    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    def attended(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         def heads(product: nn.Linear) -> torch.Tensor:
             return product(normed).view(*x.shape[:2], -1, WIDTH // HEADS).transpose(1, 2)
 
@@ -103,8 +121,33 @@ class LlamaLayer(nn.Module):
         if self.window:
             mask = mask & torch.ones_like(mask).triu(1 - self.window)
         mixed = functional.scaled_dot_product_attention(query, key, value, attn_mask=mask)
-        x = x + self.out(mixed.transpose(1, 2).reshape(x.shape))
+        return x + self.out(mixed.transpose(1, 2).reshape(x.shape))
+
+    def forward(self, x: torch.Tensor, *tables: torch.Tensor) -> torch.Tensor:
+        x = self.attended(x, *tables)
         return x + self.mlp(self.second(x))
+
+
+class AttentionLayer(LlamaLayer):
+    """Attention alone."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Identity, None)
+        del self.second, self.mlp
+
+    def forward(self, x: torch.Tensor, *tables: torch.Tensor) -> torch.Tensor:
+        return self.attended(x, *tables)
+
+
+class MlpLayer(nn.Module):
+    """An MLP alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.mlp = RootMeanSquare(), Gated()
+
+    def forward(self, x: torch.Tensor, *tables: torch.Tensor) -> torch.Tensor:
+        return x + self.mlp(self.norm(x))
 
 
 class Llama(nn.Module):
@@ -130,6 +173,18 @@ class Llama(nn.Module):
         return self.out(self.norm(x))
 
 
+class Mixed(Llama):
+    """A Llama with these layers."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    @classmethod
+    def of_mlps(cls, *mlps: Callable[[], nn.Module]) -> "Mixed":
+        return cls(*(LlamaLayer(mlp, None) for mlp in mlps))
+
+
 def gpt() -> nn.Module:
     return Gpt()
 
@@ -151,3 +206,29 @@ def mixture() -> nn.Module:
 
 
 OWN: Mapping[str, Callable[[], nn.Module]] = {"gpt": gpt, "llama": llama, "windows": windows, "mixture": mixture}
+
+
+def first_dense() -> nn.Module:
+    return Mixed.of_mlps(Wide, Experts, Experts, Experts)
+
+
+def turns() -> nn.Module:
+    return Mixed.of_mlps(Gated, Experts, Gated, Experts)
+
+
+def widths() -> nn.Module:
+    return Mixed.of_mlps(Wide, Gated, Gated, Wide)
+
+
+def kinds_of_mlp() -> nn.Module:
+    return Mixed.of_mlps(Squared, Gated, Gated, Squared)
+
+
+def halves() -> nn.Module:
+    return Mixed(AttentionLayer(), MlpLayer(), AttentionLayer(), MlpLayer())
+
+
+UNLIKE: Mapping[str, Callable[[], nn.Module]] = {  # whose layers are of two kinds
+    "first dense": first_dense, "dense by turns": turns, "widths": widths, "kinds of MLP": kinds_of_mlp,
+    "halves": halves,
+}  # fmt: skip

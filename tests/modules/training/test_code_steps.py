@@ -5,7 +5,7 @@ import pytest
 from autoshard.engine.torch.formats import Formats
 from autoshard.modules.training.reading import traced_code
 from tests.modules.training.code_cases import Compared, compared, compared_dropping, plan_of
-from tests.modules.training.own_decoders import OWN
+from tests.modules.training.own_decoders import OWN, UNLIKE
 from tests.ranks.spawn import on_ranks
 from tests.slower import covering, rest_is_slow
 
@@ -68,3 +68,11 @@ def _generated(make):
 def test_equal_layers_are_one_block(name: str):
     module = OWN[name]()
     assert set(traced_code(module, plan_of(module, "tp=1,pp=1,dp=1,mbs=2"), Formats()).graph.graph.order) == {"layer"}
+
+
+@pytest.mark.parametrize("name", rest_is_slow(UNLIKE, 0))
+@pytest.mark.parametrize(("text", "num_ranks"), [("tp=1,pp=2,dp=1,mbs=2", 2), ("tp=2,pp=2,dp=1,mbs=2", 4)])
+def test_layers_of_two_kinds_take_the_steps_of_the_plain_module(name: str, text: str, num_ranks: int):
+    for found in on_ranks(num_ranks, compared, UNLIKE[name], text, timeout_s=300.0):
+        assert isinstance(found, Compared)
+        assert found.worst_step < 1e-12 and found.error < 1e-11, found

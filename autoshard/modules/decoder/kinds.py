@@ -1,0 +1,169 @@
+"""The kinds of layers that a decoder has: which of its layers are alike, and what the model says of all."""
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from autoshard.errors import require
+from autoshard.graph.kinds.attention import Attend
+from autoshard.modules.capture import Captured
+from autoshard.modules.decoder.layers import KindNames, WrittenPart, written_layer
+from autoshard.modules.decoder.masks import NOT_CAUSAL, Sight, sight_of
+from autoshard.modules.decoder.naming import Roles
+from autoshard.modules.decoder.pieces import Piece
+from autoshard.modules.decoder.segments import Segment, Stack
+from autoshard.modules.dims import Dim
+from autoshard.modules.program import Traced
+from autoshard.spec.model import LAYER, LayerKind
+from autoshard.spec.repeats import compress
+
+_DENSE = "dense"  # layers beside those with experts
+_USUAL: Mapping[str, Any] = {
+    "norm": "layer", "norm_eps": 1e-6, "activation": "silu", "gated_mlp": False, "rotary_fraction": 1.0,
+}  # fmt: skip
+# What blocks of one model share, because its dims have one size: of attention, and of experts.
+_SHARED: Mapping[str, str] = {
+    "num_heads": "query heads", "num_kv_heads": "heads of keys and values", "head_dim": "numbers in a head",
+    "num_experts": "experts", "experts_per_token": "experts for a token",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class WrittenKinds:
+    """The lines of each kind of layers, by name, in the order in which they first occur."""
+
+    order: tuple[str, ...]  # the kind of each layer
+    parts: Mapping[str, WrittenPart]
+    numbers: Mapping[str, tuple[int, ...]]  # the layers of each kind
+    windows: Sequence[int | None]  # of all layers with attention
+    notes: tuple[str, ...]
+
+    @property
+    def traits(self) -> Mapping[str, Any]:
+        """Fields of ModelSpec."""
+        traits = _common_traits(self.parts.values(), self.parts[LAYER])
+        windows = {*self.windows}
+        traits |= {"window": self.windows[0] if len(windows) == 1 else None}
+        if len(self.parts) > 1:
+            kinds = (self._kind(name, part, traits) for name, part in self.parts.items() if name != LAYER)
+            traits |= {"kinds": tuple(kinds), "order": compress(self.order)}
+        return traits
+
+    def _kind(self, name: str, part: WrittenPart, traits: Mapping[str, Any]) -> LayerKind:
+        ffn = part.traits.get("ffn", traits["ffn"])
+        beside_experts = "num_experts" in traits and "num_experts" not in part.traits
+        differs = beside_experts or ffn != traits["ffn"]
+        return LayerKind(name=name, dense_ffn=ffn if differs else None, lines=part.lines)
+
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        """The sizes of dims that no card has."""
+        return {dim: size for part in self.parts.values() for dim, size in part.sizes.items()}
+
+
+def written_kinds(
+    captured: Captured, stack: Stack, layers: Sequence[Sequence[Piece]], dims: Mapping[Dim, str]
+) -> WrittenKinds:
+    """Write down each kind of layers, which differ in their lines; refuse layers that differ in what all must share."""
+    each = list(zip(layers, stack.layers, strict=True))
+    plain = [written_layer(pieces, segment, dims, Attend(), KindNames()) for pieces, segment in each]
+    windows, notes = _windows(captured, stack, each)
+    groups: dict[frozenset[str], list[int]] = {}
+    for number, part in enumerate(plain):
+        groups.setdefault(_said(part), []).append(number)
+    numbers = _named([tuple(group) for group in groups.values()], plain)
+    _refuse_unlike(plain, numbers[LAYER][0], stack.layers)
+    parts: dict[str, WrittenPart] = {}
+    traits = _common_traits([plain[its[0]] for its in numbers.values()], plain[numbers[LAYER][0]])
+    for name in sorted(numbers, key=lambda kind: kind != LAYER):
+        seen = Counter(windows[number] for number in numbers[name] if number in windows)
+        names = KindNames(
+            name=name, ffn=traits["ffn"],
+            other_sizes={dim: size for part in parts.values() for dim, size in part.sizes.items()},
+        )  # fmt: skip
+        parts[name] = written_layer(*each[numbers[name][0]], dims, _attend(seen), names)
+        notes += _mean_windows(seen, name)
+    return WrittenKinds(
+        order=tuple(name for number in range(len(plain)) for name, its in numbers.items() if number in its),
+        parts={name: parts[name] for name in numbers}, numbers=numbers, windows=[*windows.values()], notes=tuple(notes),
+    )  # fmt: skip
+
+
+def _said(part: WrittenPart) -> frozenset[str]:
+    """Return all that lines and sizes say of a layer; names of dims that no card has may come of its number."""
+    places = {dim: f"dim_{place}" for place, dim in enumerate(part.sizes)}
+    lines = (re.sub(r"\w+", lambda word: places.get(word[0], word[0]), line) for line in part.lines)
+    sizes = {**part.traits, **{places[dim]: size for dim, size in part.sizes.items()}}
+    return frozenset((*lines, *(f"{name} = {value}" for name, value in sizes.items())))
+
+
+def _named(groups: Sequence[tuple[int, ...]], plain: Sequence[WrittenPart]) -> Mapping[str, tuple[int, ...]]:
+    """Name groups of equal layers; the one of which a model speaks has all that others lack, or most layers."""
+
+    def rank(group: tuple[int, ...]) -> tuple[bool, bool, bool, int]:
+        traits = plain[group[0]].traits
+        return "num_experts" in traits, "num_heads" in traits, "ffn" in traits, len(group)
+
+    first, named, counts = max(groups, key=rank), dict[str, tuple[int, ...]](), Counter([LAYER])
+    has_experts = "num_experts" in plain[first[0]].traits
+    for group in groups:
+        base = _DENSE if has_experts and "num_experts" not in plain[group[0]].traits else LAYER
+        counts[base] += group is not first
+        other = base if counts[base] == 1 else f"{base}_{counts[base]}"
+        named[LAYER if group is first else other] = group
+    return named
+
+
+def _common_traits(parts: Iterable[WrittenPart], layer: WrittenPart) -> dict[str, Any]:
+    """Return what a model says of its layers: what the kind says that it describes, and of what this lacks, others."""
+    traits: dict[str, Any] = dict(_USUAL)
+    for part in (*reversed([*parts]), layer):
+        traits |= part.traits
+    return traits
+
+
+def _refuse_unlike(plain: Sequence[WrittenPart], first: int, segments: Sequence[Segment]) -> None:
+    """Refuse a layer with other heads or other experts than the one of which the model speaks."""
+    due, name = plain[first].traits, segments[first].name
+    for part, segment in zip(plain, segments, strict=True):
+        its, both = part.traits, "num_experts" in due and "num_experts" in part.traits
+        for field, what in (*_SHARED.items(), *([("ffn", "numbers inside of an expert")] if both else [])):
+            message = f"has {its.get(field)} {what}, and {name} has {due.get(field)}. All layers must have as many"
+            require((field not in its or its[field] == due.get(field), segment.name, message))
+
+
+def _windows(
+    captured: Captured, stack: Stack, layers: Sequence[tuple[Sequence[Piece], Segment]]
+) -> tuple[Mapping[int, int | None], list[str]]:
+    """Return how many tokens each layer with attention sees, by its number, and what is not in the plan of that."""
+    sights, seen = dict[tuple[Traced, ...], Sight](), dict[int, int | None]()
+    tokens = stack.carried[1][0]
+    for number, (pieces, segment) in enumerate(layers):
+        attend = Roles.of(pieces, segment.name, tokens).attend
+        if attend is None:
+            continue
+        masks = tuple(mask for mask in attend.inputs if len(mask.dims) > 1 and mask.dims[-1].size == tokens.size)
+        if masks not in sights:  # layers share them
+            assert attend.attention, "attention is known"
+            seen_by_others = attend.attention.is_causal or bool(attend.attention.extras)
+            require((bool(masks) or seen_by_others, segment.name, NOT_CAUSAL))
+            sights[masks] = sight_of(captured, masks, segment.name) if masks else Sight(window=None)
+        seen[number] = sights[masks].window
+    require((bool(seen), stack.layers[0].name, "has no attention, and no other layer has; a decoder's layers have"))
+    biased = any(sight.is_biased for sight in sights.values())
+    return seen, ["layer: what is added to the scores of attention by position is not in the plan"] if biased else []
+
+
+def _attend(seen: Mapping[int | None, int]) -> Attend:
+    """Return attention through these windows, each with the number of its layers."""
+    return Attend(windows=tuple(seen.items())) if len(seen) > 1 else Attend(window=next(iter(seen), None))
+
+
+def _mean_windows(seen: Mapping[int | None, int], name: str) -> Iterator[str]:
+    """Say that layers of one kind have several windows."""
+    if len(seen) > 1:
+        all_of_them = f"{sum(seen.values())} layers{'' if name == LAYER else f' of kind {name}'}"
+        parts = (f"{count} of {all_of_them} see only {window} tokens" for window, count in seen.items() if window)
+        yield f"{' and '.join(parts)}; each layer is planned with the mean time of all"
