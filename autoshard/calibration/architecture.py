@@ -5,8 +5,8 @@ from dataclasses import replace
 from typing import Any
 
 from autoshard.errors import Fault, InputError, require
-from autoshard.spec.heads import MAX_DIM, LatentAttention
 from autoshard.spec.model import LAYER, LayerKind, ModelSpec
+from autoshard.spec.model_parts import MAX_DIM, LatentAttention
 from autoshard.spec.repeats import compress
 
 _FIELDS = {

@@ -24,10 +24,9 @@ from autoshard.graph.mlps import SHARED, emit_linear, mixture, mlp
 from autoshard.graph.op import Dims
 from autoshard.graph.router import add_router_losses
 from autoshard.graph.written import emit_written, parse_lines
-from autoshard.spec.heads import LatentAttention
 from autoshard.spec.kernels import Kernels
 from autoshard.spec.model import ModelSpec
-from autoshard.spec.traced import TracedDecoder
+from autoshard.spec.model_parts import LatentAttention, TracedDecoder
 from autoshard.spec.workload import Workload
 
 _RESIDUAL: Dims = ("batch", "seq", "hidden")

@@ -19,9 +19,9 @@ from autoshard.layout.table import table_for_sizes
 from autoshard.plan.build import build_plan
 from autoshard.plan.plan import Plan
 from autoshard.plan.tables import plan_blocks, plan_programs, step_graph_of, table_setting, with_strategies
-from autoshard.spec.heads import LatentAttention
 from autoshard.spec.mesh import Mesh
 from autoshard.spec.model import LayerKind, ModelSpec, Router
+from autoshard.spec.model_parts import LatentAttention
 from autoshard.spec.record import option
 
 MAX_RANKS = 16

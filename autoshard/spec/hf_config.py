@@ -6,7 +6,6 @@ from dataclasses import MISSING
 from typing import Any, Literal, cast
 
 from autoshard.errors import InputError, inside, nearest
-from autoshard.spec.heads import LatentAttention, RotaryScaling
 from autoshard.spec.hf_reader import ConfigReader, fp8_block
 from autoshard.spec.hf_types import (
     ACTIVATIONS,
@@ -18,6 +17,7 @@ from autoshard.spec.hf_types import (
     ModelType,
 )
 from autoshard.spec.model import LAYER, MAX_LAYERS, LayerKind, ModelSpec, Router
+from autoshard.spec.model_parts import LatentAttention, RotaryScaling
 from autoshard.spec.record import decode, show_value
 from autoshard.spec.repeats import compress
 

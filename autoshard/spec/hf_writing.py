@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from autoshard.errors import InputError
-from autoshard.spec.heads import RotaryScaling
 from autoshard.spec.hf_config import spec_from_config
 from autoshard.spec.hf_types import (
     ACTIVATIONS,
@@ -18,6 +17,7 @@ from autoshard.spec.hf_types import (
     ModelType,
 )
 from autoshard.spec.model import ModelSpec, Router
+from autoshard.spec.model_parts import RotaryScaling
 
 # Which of the ALIASES an architecture has; the others have the first name of every field.
 _SPELLED: Mapping[str, Mapping[str, str]] = {

@@ -7,10 +7,9 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 from autoshard.errors import in_range, inside, require
-from autoshard.spec.heads import MAX_DIM, LatentAttention, RotaryScaling
+from autoshard.spec.model_parts import MAX_DIM, LatentAttention, RotaryScaling, TracedDecoder
 from autoshard.spec.record import option
 from autoshard.spec.repeats import compress, expand_counts
-from autoshard.spec.traced import TracedDecoder
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 RouterScores = Literal["softmax", "sigmoid"]

@@ -23,9 +23,9 @@ from autoshard.run.protocol import HOST, Batch, EngineMode, Run
 from autoshard.runtime.data.batches import synthetic_step
 from autoshard.search.bound.request import Request, plan_at
 from autoshard.spec.cluster_catalogue import load_cluster
-from autoshard.spec.heads import LatentAttention
 from autoshard.spec.model import ModelSpec
 from autoshard.spec.model_catalogue import load_model
+from autoshard.spec.model_parts import LatentAttention
 from autoshard.spec.training import Training
 from autoshard.spec.workload import Precision, Workload
 from benchmarks.gpu.device import Device, Item, measured, rounded, world_of_one

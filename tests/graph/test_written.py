@@ -11,7 +11,7 @@ from autoshard.graph.written import WrittenOp, block_lines
 from autoshard.spec.kernels import load_kernels
 from autoshard.spec.model import ModelSpec
 from autoshard.spec.model_catalogue import load_model, model_names
-from autoshard.spec.traced import TracedDecoder
+from autoshard.spec.model_parts import TracedDecoder
 from autoshard.spec.workload import Documents, Precision, Workload
 from tests.slower import each_third_is_fast
 

@@ -20,11 +20,10 @@ from autoshard.plan.rules.strategy import (
     with_sp,
     without_sp,
 )
-from autoshard.spec.heads import LatentAttention, RotaryScaling
 from autoshard.spec.kernels import kernels_names, load_kernels
 from autoshard.spec.mesh import Mesh
 from autoshard.spec.model import LayerKind
-from autoshard.spec.traced import TracedDecoder
+from autoshard.spec.model_parts import LatentAttention, RotaryScaling, TracedDecoder
 from tests.plan.cases import any_candidates, ask, questions, reasons
 
 GPU = {"cluster_name": "h100-80", "nodes": 2}

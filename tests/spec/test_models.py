@@ -10,9 +10,9 @@ from hypothesis import given, strategies as st
 
 import autoshard
 from autoshard.errors import InputError
-from autoshard.spec.heads import LatentAttention, RotaryScaling
 from autoshard.spec.model import ModelSpec
 from autoshard.spec.model_catalogue import HEADER, load_model, model_names
+from autoshard.spec.model_parts import LatentAttention, RotaryScaling
 
 CARDS = Path(autoshard.__file__).parents[1] / "models"
 

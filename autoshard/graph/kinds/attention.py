@@ -10,7 +10,7 @@ import numpy as np
 from autoshard.graph.kinds.dropout import DROPOUT_KEYS, PHILOX_FLOPS, keeps
 from autoshard.graph.kinds.indexing import document_positions
 from autoshard.graph.op import Array, Call, Differentiable, Dims, GradientStep, OpKind, Output, Tensor, aligned
-from autoshard.spec.heads import RotaryScaling
+from autoshard.spec.model_parts import RotaryScaling
 
 T = TypeVar("T")
 Windows: TypeAlias = tuple[tuple[int | None, int], ...]  # how many layers have which window

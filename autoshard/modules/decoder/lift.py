@@ -26,7 +26,7 @@ from autoshard.modules.dims import Dim, factors, size_of
 from autoshard.modules.program import Traced
 from autoshard.spec.kernels import load_kernels
 from autoshard.spec.model import LAYER, ModelSpec
-from autoshard.spec.traced import TracedDecoder
+from autoshard.spec.model_parts import TracedDecoder
 from autoshard.spec.workload import Precision, Workload
 
 _ANY = Workload(seq_len=64, global_batch=1, precision=Precision.named("bf16"))

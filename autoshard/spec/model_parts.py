@@ -1,7 +1,8 @@
-"""How the heads of a model say positions, and of what narrow states their keys and values may be made."""
+"""Parts of a model with fields of their own: positions of heads, narrow states of keys and values, lines of code."""
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 from autoshard.errors import in_range, require
@@ -67,4 +68,33 @@ class LatentAttention:
             *in_range(self, "query_rank", "kv_rank", "rotary_dim", "value_dim", low=1, high=MAX_DIM),
             (self.rotary_dim % 2 == 0, "rotary_dim", f"must be even, not {self.rotary_dim}: pairs are turned"),
             *in_range(self, "norm_eps", positive=True),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TracedDecoder:
+    """A decoder as its code computes it, where the options of a card do not say it: a line per forward operation.
+
+    The head ends where the logits are made; the loss follows. ``sizes`` are those of dims that no card has, and
+    ``unlifted`` says what of the code is not in the lines, or only as work of which nothing else is known.
+    """
+
+    embed: tuple[str, ...]
+    layer: tuple[str, ...]
+    head: tuple[str, ...]
+    sizes: Mapping[str, int] = field(hash=False)
+    num_parameters: int
+    unlifted: tuple[str, ...] = ()
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """The lines of all parts."""
+        return (*self.embed, *self.layer, *self.head)
+
+    def __post_init__(self) -> None:
+        empty = [name for name in ("embed", "layer", "head") if not getattr(self, name)]
+        require(
+            *((False, name, "must have at least one line") for name in empty),
+            *((size >= 1, f"sizes.{dim}", f"must be at least 1, not {size}") for dim, size in self.sizes.items()),
+            *in_range(self, "num_parameters", low=1),
         )
