@@ -65,7 +65,8 @@ def on_ranks(
     pool, work = _pool(dill.dumps(prepare)), dill.dumps((body, args, named))
     ranks = pool.first(num_ranks)
     what = f"{body.__name__} on {num_ranks} ranks"
-    with tempfile.TemporaryDirectory() as folder:
+    # A rank that has answered may still write to the store while the folder is removed.
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         try:
             group = {"init_method": f"file://{folder}/store", "timeout": timedelta(seconds=timeout_s)}
             for rank, connection in enumerate(ranks):
