@@ -446,7 +446,7 @@ def requests(draw: Any) -> Request:
     model = replace(request.model, num_layers=layers)
     if draw(st.integers(0, 2)) == 0:
         names = [draw(st.sampled_from(["layer", "other"])) for _ in range(layers - 1)]
-        other = LayerKind(name="other", **({"dense_ffn": 80} if model.num_experts else {"window": 3}))
+        other = LayerKind(name="other", dense_ffn=80) if model.num_experts else LayerKind(name="other", window=3)
         order = "/".join(draw(st.permutations(["other", *names])))
         model = replace(model, order=order, kinds=(other,))
     rules = (only_kinds(kinds),) if kinds else ()
