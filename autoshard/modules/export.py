@@ -150,7 +150,7 @@ class ExportedModule:
         """The graph in order."""
         return iter(self.program.graph_module.graph.nodes)
 
-    @property
+    @cached_property
     def arguments(self) -> Mapping[str, Any]:
         """The example arguments by placeholder."""
         specs = self.program.graph_signature.input_specs
@@ -256,10 +256,10 @@ class ExportedModule:
                     inputs.append(parameters and parameters[self.paths[spec.arg.name]])
                 case _:
                     inputs.append(self.program.constants[spec.target])
-        used = {node.name for node in part.graph.nodes if node.op == "placeholder" and node.users}
-        for drawn in self.random:
+        if self.random:
             assert key is not None, "a call that draws has a key"
-            inputs.append(drawn.whole(key) if drawn.name in used else None)
+            used = {node.name for node in part.graph.nodes if node.op == "placeholder" and node.users}
+            inputs += [drawn.whole(key) if drawn.name in used else None for drawn in self.random]
         return inputs
 
 

@@ -6,7 +6,7 @@ where a layer ends, so that equal layers have equal functions, which are written
 """
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -134,8 +134,8 @@ class _RecordedPasses:
         made_forward = {name for step in steps["F"] for name in step.writes} | self.outside.keys() - self.steps.seeds
         saved = frozenset(name for step in steps["B"] for name in step.reads if name in made_forward)
         forward, backward = (
-            [_even(formats["F"]), *steps["F"], *self._renamed(self.steps.results, names)],
-            [_even(formats["B"]), *steps["B"], *self._renamed(self.steps.gradients, names)],
+            [_even(formats["F"]), *steps["F"], self._renamed(self.steps.results, names)],
+            [_even(formats["B"]), *steps["B"], self._renamed(self.steps.gradients, names)],
         )
         return replace(
             self.steps, saved=saved,
@@ -143,9 +143,9 @@ class _RecordedPasses:
             backward=tuple(dropping(backward, self.steps.gradients)),
         )  # fmt: skip
 
-    def _renamed(self, ends: Sequence[str], names: Mapping[int, str]) -> Iterator[RankStep]:
-        for name in ends:
-            yield RankStep(run=lambda value: (value,), reads=(names[id(self.ends[name])],), writes=(name,))
+    def _renamed(self, ends: Sequence[str], names: Mapping[int, str]) -> RankStep:
+        reads = tuple(names[id(self.ends[name])] for name in ends)
+        return RankStep(run=lambda *values: values, reads=reads, writes=tuple(ends))
 
 
 def _as_expected(step: RankStep) -> StepFunction:

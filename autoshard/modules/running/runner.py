@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,6 +25,34 @@ from autoshard.modules.running.placing import placeable, placements
 from autoshard.modules.running.rank_program import RankProgram, local_shape
 from autoshard.modules.running.weights import RestingWeight
 from autoshard.run.placement import dims_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TorchLook:
+    """How a rank's part of a tensor lies as torch sees it. It is prepared once, since every call asks."""
+
+    order: tuple[int, ...]  # of dims in the program
+    local_shape: tuple[int, ...]
+    shape: torch.Size  # of the whole
+    stride: tuple[int, ...]
+    where: tuple[Placement, ...]
+    is_cut: bool
+    positions: Positions
+
+    @classmethod
+    def of(cls, program: RankProgram, layout: Layout, positions: Positions) -> "TorchLook":
+        """Prepare the part that a value of the program has of a tensor."""
+        sizes = program.sharding.traced.sizes
+        shape = torch.Size(math.prod(sizes[dim] for dim in position) for position in positions)
+        return cls(
+            order=tuple(dims_of(layout).index(dim) for position in positions for dim in position),
+            local_shape=tuple(local_shape(program.place, layout, positions)),
+            shape=shape,
+            stride=torch.empty(shape, device="meta").stride(),
+            where=placements(layout, positions, sizes, program.atoms),
+            is_cut=bool(layout.cuts),
+            positions=positions,
+        )
 
 
 class RankRunner:
@@ -66,6 +95,16 @@ class RankRunner:
             layout = program.program.results[tensor].layout
             same = placeable(layout, positions, self.traced.sizes, program.atoms).dims == layout.dims
             require((same, f"results.{place}", "is cut as DTensor cannot say; choose another batch axis"))
+        of_results = program.program.results
+        self.looks = {
+            place: TorchLook.of(program, of_results[tensor].layout, positions)
+            for place, (tensor, positions) in self.traced.results.items()
+        }
+        back = {name: of_results[self.traced.block.given_back(name)] for name in self.traced.block.takes}
+        self.gradients = {
+            name: (value.name, TorchLook.of(program, value.layout, self.traced.dims[name]))
+            for name, value in back.items()
+        }
         trained = [result.name for result in results if result.is_trained and result.name in self.traced.results]
         self.moved = {self.traced.results[name][0] for name in trained}
 
@@ -117,10 +156,8 @@ class RankRunner:
         for place, result in self.results.items():
             value = result.otherwise
             if place in self.traced.results:
-                tensor, positions = self.traced.results[place]
-                own_rows = None if result.is_buffer else rows
-                layout = self.program.program.results[tensor].layout
-                value = self._as_torch(parts[tensor], layout, positions, own_rows)
+                tensor, own_rows = self.traced.results[place][0], None if result.is_buffer else rows
+                value = self._as_torch(parts[tensor], self.looks[place], own_rows)
             elif isinstance(value, torch.fx.Node):
                 path = self.exported.paths.get(value.name)
                 value = tensor_at(module, path) if path else nodes[value.name]
@@ -150,21 +187,16 @@ class RankRunner:
         tensors = [self.program.inputs[name][0].tensor for name, argument in read.items() if argument in cut]
         return frozenset(self.traced.dims[tensor][0] for tensor in tensors)
 
-    def _as_torch(
-        self, local: torch.Tensor, layout: Layout, positions: Positions, rows: BatchRows | None = None
-    ) -> torch.Tensor:
+    def _as_torch(self, local: torch.Tensor, look: TorchLook, rows: BatchRows | None = None) -> torch.Tensor:
         """Lay a rank's part of a result out as the module does: its rows of the batch, or a DTensor where it is cut."""
-        order = [dims_of(layout).index(dim) for position in positions for dim in position]
-        part = local.permute(order).reshape(local_shape(self.program.place, layout, positions))
-        sizes = self.traced.sizes
-        shape = torch.Size(math.prod(sizes[dim] for dim in position) for position in positions)
-        where = placements(layout, positions, sizes, self.program.atoms)
-        if rows and self._has_rows(shape, positions, rows):
-            return OwnRows.apply(part, rows, where, shape)  # pyright: ignore
-        if not layout.cuts:
+        part = local.permute(look.order).reshape(look.local_shape)
+        if rows and self._has_rows(look.shape, look.positions, rows):
+            return OwnRows.apply(part, rows, look.where, look.shape)  # pyright: ignore
+        if not look.is_cut:
             return part
-        stride = torch.empty(shape, device="meta").stride()
-        return DTensor.from_local(part, self.device_mesh, where, run_check=False, shape=shape, stride=stride)
+        return DTensor.from_local(
+            part, self.device_mesh, look.where, run_check=False, shape=look.shape, stride=look.stride
+        )
 
     def forward(
         self, inputs: Mapping[str, torch.Tensor], tensors: Sequence[torch.Tensor], saved: Values | None
@@ -221,9 +253,8 @@ class RankRunner:
                 gradients.append(_like(parameter, values[weight.gradient].to(parameter.dtype), weight.placements))
             else:
                 gradients.append(None)
-        for name in block.takes:
-            value = program.program.results[block.given_back(name)]
-            whole = self._as_torch(values[value.name], value.layout, self.traced.dims[name])
+        for value, look in self.gradients.values():
+            whole = self._as_torch(values[value], look)
             gradients.append(whole.full_tensor() if isinstance(whole, DTensor) else whole)
         return gradients
 

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch.distributed.tensor.placement_types import Placement  # pyright: ignore[reportMissingTypeStubs]
@@ -21,7 +22,7 @@ from autoshard.spec.workload import Dtype
 BUCKET_BYTES = 25 * 2**20
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class RestingWeight:
     """A parameter as it rests on this rank, and the collectives between rest and the program.
 
@@ -41,7 +42,7 @@ class RestingWeight:
     dtype: Dtype  # of the gradient
     reduced: tuple[Communicate, ...]
 
-    @property
+    @cached_property
     def held(self) -> str:
         """The value of the part that rests on this rank, as torch sees it."""
         return f"{self.name} at rest, as torch sees it"
@@ -51,7 +52,7 @@ class RestingWeight:
         """The value of that part along dims."""
         return f"{self.name} at rest"
 
-    @property
+    @cached_property
     def gradient(self) -> str:
         """The value of the gradient of that part, as torch sees it."""
         return f"{self.name} at rest, gradient as torch sees it"
