@@ -4,6 +4,7 @@ import heapq
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import cast
 
 import numpy as np
@@ -21,7 +22,7 @@ _WORTH = 3  # lowerings of which the bounds are sharpened; of fewer, the prices 
 Truths = NDArray[np.bool_]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class PlainPoints:
     """Layouts that are priced without recompute only, the variants that run them, and the least bound over these."""
 
@@ -55,9 +56,9 @@ class PlainPoints:
         """Return the layouts with sharper bounds."""
         return replace(self, bounds=np.maximum(self.bounds, bounds), sharp=True)
 
-    @property
+    @cached_property
     def least(self) -> float:
-        """The least bound of them."""
+        """The least bound of them. The search asks for it far more often than there are layouts."""
         return float(self.bounds.min(initial=np.inf))
 
     def parted(self, near: Truths) -> "list[PlainPoints]":
