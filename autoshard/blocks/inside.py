@@ -12,7 +12,7 @@ from autoshard.cost.built_in import calibration_of
 from autoshard.cost.collective import Number
 from autoshard.cost.compute import kernel_time
 from autoshard.cost.predict import question_of
-from autoshard.cost.setting import IN_PIECES, BlockWork, Question, Setting, block_cost, setting_of, work_of
+from autoshard.cost.setting import IN_PIECES, BlockWork, Question, Setting, block_cost, price_block, setting_of, work_of
 from autoshard.cost.sharded import ListedBlocks
 from autoshard.cost.step import StageLayers
 from autoshard.plan.plan import Plan
@@ -23,6 +23,7 @@ from autoshard.spec.mesh import axis_of_atoms
 _HALVES = {"F": ("F",), "I": ("I",), "W": ("W",), "B": ("I", "W")}
 _AGAIN = ".again"  # ends the name of a tensor that is computed again
 _STARTS = "waiting for kernels to start"
+_HOST = {"F": "on the way to host memory", "I": "on the way from host memory"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +94,9 @@ class PassContents:
             waiting_s = float(self._seconds(work)[half].get("waiting", 0.0))
             if waiting_s:
                 pieces.append(PassPiece(name=_STARTS, kind="waiting", part="waiting", pass_=half, time_s=waiting_s))
+            host_s = float(price_block(self.question, self.setting, kind, drop).seconds[half].get("host", 0.0))
+            if host_s > 0:
+                pieces.append(PassPiece(name=_HOST[half], kind="waiting", part="host", pass_=half, time_s=host_s))
         return tuple(pieces)
 
     def _seconds(self, work: BlockWork) -> Mapping[str, Mapping[str, Number]]:

@@ -85,8 +85,9 @@ def features_of(candidate: Candidate, model: ModelSpec, cluster: Cluster, worklo
     >>> features_of(some, load_model("llama3-8b"), load_cluster("trn1.32xlarge"), work)["recompute"]
     ('mixed',)
     """
-    kinds = {str(recompute).partition("[")[0] for recompute in candidate.recompute}  # full:2 computes some layers again
-    mixed = len(kinds) > 1 or any(":" in kind for kind in kinds)
+    names = [f"{entry.kind}{'' if entry.num_layers is None else ':'}" for entry in candidate.recompute]
+    kinds = {name + "+offload" * entry.offload for name, entry in zip(names, candidate.recompute, strict=True)}
+    mixed = len(kinds) > 1 or any(":" in kind for kind in kinds)  # full:2 computes some layers again
     return {
         "tp": (str(candidate.tp),),
         "recompute": ("mixed",) if mixed else tuple(kinds),

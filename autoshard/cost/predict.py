@@ -15,6 +15,7 @@ from autoshard.cost.setting import (
     block_cost,
     boundary_bytes,
     handed_on,
+    offloaded,
     price_block,
     rings_on,
     setting_of,
@@ -76,6 +77,7 @@ def predict(plan: Plan, calibration: Calibration | None = None, blocks: Blocks |
         ),
         peak_interval_bytes=_peak_interval(cost, load_kernels(plan.kernels)),
         capacity_bytes=load_kernels(plan.kernels).capacity_bytes(plan.cluster.rank_memory_bytes, plan.headroom),
+        host_bytes=round(cost.host_bytes),
         tokens_per_s=rounded(workload.tokens_per_step / step_time_s),
         mfu=rounded(flops / (step_time_s * peak)),
         mfu_causal=mfu_causal,
@@ -181,7 +183,8 @@ def step_timer(plan: Plan, blocks: Blocks) -> Callable[[Calibration], float]:
 
         @cache
         def price(kind: str, drop: Recompute) -> BlockCost:
-            return block_cost(work(kind, drop), here.rings, question.rates)
+            cost = block_cost(work(kind, drop.on_device), here.rings, question.rates)
+            return offloaded(cost, question) if drop.offload else cost
 
         return float(PlanStep.of(question, here, pipeline, price).seconds.total_s[0])
 

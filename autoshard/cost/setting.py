@@ -6,7 +6,7 @@ All numbers may be columns, with an entry for each of many candidates.
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from types import UnionType
 from typing import Any, Literal, Self, cast
@@ -186,6 +186,7 @@ class BlockMemory:
     remade_bytes: Number  # what recompute brings back while this block is in backward
     working_bytes: Number  # at most at any time of a pass, beside states and kept activations
     placeholder_bytes: Number  # that stay once for all such blocks of a rank
+    host_bytes: Number = 0  # kept in host memory instead of what is saved
     weights: Mapping[tuple[str, ...], Number]  # atoms that the gradient's sum is pending over -> weights on the rank
     tied_weights: Mapping[tuple[str, ...], Number]  # likewise, those that share their values with another block's
 
@@ -347,7 +348,23 @@ def price_block(
     question: Question, setting: Setting, kind: str, drop: Recompute, counted: Counted | None = None
 ) -> BlockCost:
     """Price one block of a layout."""
-    return block_cost(work_of(question, setting, kind, drop, counted), setting.rings, question.rates)
+    cost = block_cost(work_of(question, setting, kind, drop, counted), setting.rings, question.rates)
+    return offloaded(cost, question) if drop.offload else cost
+
+
+def offloaded(cost: BlockCost, question: Question) -> BlockCost:
+    """Return the cost of a block that keeps in host memory what it saves: it takes what its passes do not hide of that.
+
+    The backward pass hides as much as it takes, split or not: W of one micro-batch runs before I of the next.
+    """
+    kept, cluster, computes = cost.memory.saved_bytes, question.cluster, load_kernels(question.kernels).host_computes
+    link = (cluster.host_bandwidth_bytes_per_s or np.inf) / cluster.ranks_per_chip
+    moved_s = kept / (question.rates.memory_bytes_per_s / 2 if computes else link)  # a copy is read and written
+    seconds = {**cost.seconds}
+    for first, halves in (("F", ("F",)), ("I", ("I", "W"))):
+        hidden_s: Number = sum(sum(cost.seconds[half].values()) for half in halves) * (not computes)
+        seconds[first] = {**cost.seconds[first], "host": np.maximum(0.0, moved_s - hidden_s)}
+    return replace(cost, seconds=seconds, memory=replace(cost.memory, saved_bytes=0.0 * kept, host_bytes=kept))
 
 
 def stage_groups(kernels: Kernels) -> frozenset[tuple[str, ...]]:

@@ -86,7 +86,7 @@ class CutBlocks:
 
     def block(self, kind: str, drop: Recompute) -> LoweredBlock:
         """Return a block, recomputed and sharded."""
-        used, cutting = Recompute() if kind in ENDS else drop, self.cutting.alone(kind).only(self.atoms)
+        used, cutting = Recompute() if kind in ENDS else drop.on_device, self.cutting.alone(kind).only(self.atoms)
         return _cut_block(self.step, kind, used, cutting, self.atoms)
 
     def every(self) -> tuple[LoweredBlock, ...]:
@@ -138,7 +138,7 @@ class ListedBlocks:
 
         Prices are columns of every kind of layer under every recompute of the plan; some of these no stage reads.
         """
-        used = drop if (kind, drop) in self.kinds else Recompute()
+        used = drop.on_device if (kind, drop.on_device) in self.kinds else Recompute()
         name = table_name(kind, used)
         if name not in self.known:
             whole = self.block(kind, Recompute()) if used.kind != "none" else None

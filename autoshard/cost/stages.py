@@ -7,6 +7,7 @@ do not need; the candidate's is always the last one. A single plan is one option
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import reduce
 from itertools import groupby
 from typing import Any, Literal, cast
 
@@ -25,6 +26,9 @@ from autoshard.spec.workload import DTYPE_BYTES
 
 Part = Literal["embed", "recomputed", "plain", "head"]  # of the blocks of a chunk
 PASSES = ("forward_s", "input_s", "weight_s")  # fields of blocks and stages
+# Layers whose kept tensors are on the device although they rest in host memory: one at work, one on its way to the
+# host, and one that is fetched for the next backward (autoshard/engine/torch/offloading.py).
+_ON_THEIR_WAY = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +67,7 @@ class BlockTotals(PerCandidate):
     moment_bytes: Floats  # beside all that is kept, while it is at work: with what is computed again
     waiting_bytes: Floats  # instead of what is saved, from I to W
     placeholder_bytes: Floats
+    host_bytes: Floats  # instead of what is saved
     started_s: Floats  # of hosts
     starts: Floats  # of kernels and messages
     scattered_bytes: Floats
@@ -85,6 +90,7 @@ class BlockTotals(PerCandidate):
             "moment_bytes": [cost.memory.working_bytes + cost.memory.remade_bytes for cost in costs],
             "waiting_bytes": [cost.memory.waiting_bytes for cost in costs],
             "placeholder_bytes": [cost.memory.placeholder_bytes for cost in costs],
+            "host_bytes": [cost.memory.host_bytes for cost in costs],
             **{name: [getattr(cost, name) for cost in costs] for name in ("started_s", "starts", "scattered_bytes")},
         }
         rows: dict[str, Any] = {
@@ -182,6 +188,7 @@ class StagePrices(PerCandidate):
     saved_bytes: Floats  # of one micro-batch, by chunk
     waiting_bytes: Floats
     memory: Mapping[str, Floats]  # by part, where the rank is fullest
+    host_bytes: Floats  # by rank and option, in host memory
     weights: Weights
     num_blocks: Ints  # [rank, option]
 
@@ -213,6 +220,7 @@ class StagePrices(PerCandidate):
             saved_bytes=by_chunk(self.saved_bytes),
             waiting_bytes=by_chunk(self.waiting_bytes),
             memory={part: chosen(size) for part, size in self.memory.items()},
+            host_bytes=chosen(self.host_bytes),
             weights={pending: chosen(number) for pending, number in self.weights.items()},
             num_blocks=self.num_blocks[ranks, option],
         )
@@ -276,6 +284,13 @@ def price_stages(blocks: PipelineBlocks, options: StageOptions) -> StagePrices:
         **stored_bytes(weights, blocks.setting, blocks.question.workload),
     }
     kernels = load_kernels(blocks.question.kernels)
+    host_bytes: Floats = np.zeros(1)
+    if any(layer.host_bytes.any() for layer in blocks.layers):
+        host_bytes = most_kept(schedule, total("host_bytes"), 0.0 * waiting)
+        moving = (np.where(slot.count > 0, slot.block.host_bytes[slot.row], 0.0) for slot in slots)
+        memory["moving"] = _ON_THEIR_WAY * reduce(np.maximum, moving).max(axis=2)
+        if kernels.host_computes:  # host memory is that of the rank
+            memory["host"] = host_bytes
     share = kernels.reserved.share if kernels.reserved else 0.0
     if kernels.queued_starts:
         free = blocks.question.cluster.rank_memory_bytes - kernels.runtime_bytes - (1 + share) * sum(memory.values())
@@ -291,6 +306,7 @@ def price_stages(blocks: PipelineBlocks, options: StageOptions) -> StagePrices:
         saved_bytes=saved,
         waiting_bytes=waiting,
         memory=memory,
+        host_bytes=host_bytes,
         weights=weights,
         num_blocks=np.broadcast_to(options.num_layers, slots[1].count.shape[:2]) + counts.ends[:, None],
     )

@@ -29,7 +29,7 @@ from autoshard.schedule.waves import KINDS, Delays, Floats
 from autoshard.spec.workload import DTYPE_BYTES
 
 Price = Callable[[str, Recompute], BlockCost]  # block kind and recompute -> cost
-PARTS = ("compute", "waiting", "tp", "cp", "ep")
+PARTS = ("compute", "waiting", "tp", "cp", "ep", "host")
 _PLAIN = Recompute()  # embedding and head compute nothing again
 
 
@@ -203,6 +203,7 @@ class StepCost:
     memory: tuple[Mapping[str, float], ...]
     sent: tuple[Mapping[str, float], ...]
     weights: tuple[float, ...]
+    host_bytes: float  # of the rank with most in host memory
 
     @property
     def sent_bytes(self) -> Mapping[str, float]:
@@ -237,6 +238,7 @@ def step_cost(question: Question, setting: Setting, pipeline: PlanPipeline, pric
         memory=plan_memory(step),
         sent=_sent(step, blocks),
         weights=tuple(weights[:, 0].tolist()),
+        host_bytes=float(step.prices.host_bytes.max()),
     )
 
 

@@ -62,12 +62,12 @@ class StepGraph:
 
     def block(self, kind: str, drop: Recompute) -> Block:
         """Return a block, with what is computed again."""
-        return _block(self, kind, drop)
+        return _block(self, kind, drop.on_device)
 
 
 def lowered(step: StepGraph, kind: str, drop: Recompute, cutting: Cutting, atoms: frozenset[str]) -> Program:
     """Lower a block with the cuts of these atoms; groups have a nominal size, since collectives do not depend on it."""
-    return _lowered(step, kind, drop, cutting.alone(kind).only(atoms), atoms)
+    return _lowered(step, kind, drop.on_device, cutting.alone(kind).only(atoms), atoms)
 
 
 def nominal_sizes(atoms: frozenset[str]) -> Mapping[str, int]:

@@ -91,6 +91,7 @@ class Prediction:
     stage_memory: tuple[StageMemory, ...]  # one per pipeline rank
     peak_interval_bytes: tuple[int, int] | None = None  # of the fullest rank, where an allocator's share is estimated
     capacity_bytes: int  # memory of a rank that the plan may fill (Kernels.capacity_bytes)
+    host_bytes: int = option(0)  # what the rank with most of it keeps in host memory for the backward pass
     tokens_per_s: float
     mfu: float  # share of the peak that the model's own FLOPs use, with all (query, key) pairs of attention
     mfu_causal: float | None = None  # with those pairs alone that the mask leaves
@@ -111,7 +112,7 @@ class Prediction:
         require(
             (SHORTEST_S <= self.step_time_s <= LONGEST_STEP_S, "step_time_s", endless),
             *in_range(self, "tokens_per_s", "capacity_bytes", positive=True),
-            *in_range(self, "mfu", "mfu_causal"),
+            *in_range(self, "mfu", "mfu_causal", "host_bytes"),
             (self.low_s <= self.step_time_s <= self.high_s, "low_s", interval),
             (math.isclose(total, self.step_time_s, rel_tol=SUM_TOLERANCE), "time_parts", parts),
             (bool(self.basis), "basis", "say what the numbers are worth"),

@@ -1,13 +1,14 @@
-"""Which activations of a stage are dropped after the forward and computed again."""
+"""Which activations of a stage are dropped after the forward and computed again, and where the others rest."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from autoshard.errors import InputError, require
 from autoshard.spec.repeats import compress, expand_counts
 
-_TEXT = re.compile(r"none|full(?::(?P<layers>[0-9]{1,9}))?|selective\[(?P<ops>[^\[\]]*)\]")
+_TEXT = re.compile(r"(none|full(?::(?P<layers>[0-9]{1,9}))?|selective\[(?P<ops>[^\[\]]*)\])(?P<offload>\+offload)?")
+_OFFLOAD = "+offload"
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.-]*")
 
 
@@ -15,13 +16,18 @@ _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.-]*")
 class Recompute:
     """``none``; ``selective[ops]``; ``full``; or ``full:K``, full for the first K of the stage's layers.
 
+    With ``+offload`` behind it, what a layer keeps rests in host memory from its forward until its backward.
+
     >>> str(Recompute.parse("selective[attend,act]")), Recompute.parse("full:4").num_layers
     ('selective[act,attend]', 4)
+    >>> str(Recompute.parse("none+offload")), str(Recompute.parse("none+offload").on_device)
+    ('none+offload', 'none')
     """
 
     kind: Literal["none", "selective", "full"] = "none"
     ops: tuple[str, ...] = ()  # selective only: op names, or a framework's names of op sets; a set, kept sorted
     num_layers: int | None = None  # full only; None means every layer of the stage
+    offload: bool = False  # what is kept goes to host memory
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ops", tuple(sorted(set(self.ops))))
@@ -33,6 +39,7 @@ class Recompute:
             (bool(self.ops) == (self.kind == "selective"), "ops", other_ops),
             (not bad_names, "ops", f"not a name: {bad_names}"),
             (whole, "num_layers", number),
+            (not (self.offload and self.num_layers), "offload", "is of all layers of a stage. Use full+offload"),
         )
 
     @classmethod
@@ -41,16 +48,24 @@ class Recompute:
         match = _TEXT.fullmatch(text)
         if match is None:
             raise InputError.of("", f"{text!r} is not a recompute. Write none, full, full:4 or selective[attend,act]")
-        if text.startswith("selective"):
-            return cls(kind="selective", ops=tuple(name.strip() for name in match["ops"].split(",")))
-        if text == "none":
-            return cls()
-        return cls(kind="full", num_layers=None if match["layers"] is None else int(match["layers"]))
+        offload = match["offload"] is not None
+        if match["ops"] is not None:
+            ops = tuple(name.strip() for name in match["ops"].split(","))
+            return cls(kind="selective", ops=ops, offload=offload)
+        if text.startswith("none"):
+            return cls(offload=offload)
+        num_layers = None if match["layers"] is None else int(match["layers"])
+        return cls(kind="full", num_layers=num_layers, offload=offload)
 
     def __str__(self) -> str:
-        if self.kind == "selective":
-            return f"selective[{','.join(self.ops)}]"
-        return self.kind if self.num_layers is None else f"{self.kind}:{self.num_layers}"
+        text = f"selective[{','.join(self.ops)}]" if self.kind == "selective" else self.kind
+        number = "" if self.num_layers is None else f":{self.num_layers}"
+        return f"{text}{number}{_OFFLOAD if self.offload else ''}"
+
+    @property
+    def on_device(self) -> "Recompute":
+        """The same with all that is kept on the device: its layers run the same program."""
+        return replace(self, offload=False) if self.offload else self
 
     @property
     def kinds(self) -> tuple["Recompute", ...]:

@@ -97,7 +97,7 @@ def plan_blocks(plan: Plan) -> Mapping[str, Block]:
 
 def table_name(kind: str, drop: Recompute) -> str:
     """Return the name of a block's table: its kind, and what is computed again."""
-    return kind if drop.kind == "none" else f"{kind} {drop}"
+    return kind if drop.kind == "none" else f"{kind} {drop.on_device}"
 
 
 def table_setting(plan: Plan) -> TableSetting:
@@ -114,7 +114,7 @@ def table_setting(plan: Plan) -> TableSetting:
 def table_kinds(plan: Plan) -> tuple[tuple[str, Recompute], ...]:
     """Return the blocks that have a table: kind, and what is computed again."""
     kinds = step_graph_of(plan).kinds
-    again = {layer for layer in plan.layers if layer[1].kind != "none"}
+    again = {(kind, drop.on_device) for kind, drop in plan.layers if drop.kind != "none"}
     ordered = sorted(again, key=lambda layer: (kinds.index(layer[0]), str(layer[1])))
     return (*((kind, Recompute()) for kind in kinds), *ordered)
 

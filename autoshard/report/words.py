@@ -18,6 +18,7 @@ TIME_WORDS = {
     "tp": "tensor-parallel communication",
     "cp": "context-parallel communication",
     "ep": "expert-parallel communication",
+    "host": "transfers to and from host memory",
     "pp": "sends between stages",
     "bubble": "waiting in the pipeline",
     "dp": "gradients and weights over dp",
@@ -136,11 +137,14 @@ def recompute_words(candidate: Candidate) -> str:
     if len(kinds) > 1:
         return "recompute differs by stage"
     (kind,) = kinds
-    return {"none": "no recompute", "full": "full recompute"}.get(str(kind)) or f"recompute of {again_words(kind)}"
+    words = {"none": "no recompute", "full": "full recompute"}.get(str(kind.on_device))
+    return (words or f"recompute of {again_words(kind.on_device)}") + ", activations in host memory" * kind.offload
 
 
 def again_words(kind: Recompute) -> str:
     """Say what a stage computes again: ``nothing``, ``everything``, ``all of 4 layers``, or names of operations."""
+    if kind.offload:
+        return f"{again_words(kind.on_device)} (host memory)"
     if kind.kind == "selective":
         return ", ".join(kind.ops)
     return "nothing" if kind.kind == "none" else f"all of {kind.num_layers}" if kind.num_layers else "everything"

@@ -4,6 +4,7 @@ A rank is one logical NeuronCore or one GPU. Ranks are numbered node by node, ch
 """
 
 import functools
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -11,6 +12,7 @@ from datetime import date
 from typing import Literal
 
 from autoshard.errors import Check, InputError, in_range, nearest, require
+from autoshard.spec.record import option
 from autoshard.spec.workload import DTYPE_BYTES
 
 Domain = Literal["chip", "node", "ultraserver", "cluster"]
@@ -27,6 +29,8 @@ MAX_TILE, MAX_PRICE = 2**16, 1e9
 # A convention: twice what the interval of reserved memory leaves open with TransformerEngine (kernel_tables/te.json).
 # What it costs a plan stands in its certificate.
 HEADROOM = 0.1
+# A convention, of a node's host memory: what is left is the system's, and that of loaders and checkpoints on their way.
+HOST_SHARE = 0.75
 MAX_RANKS_PER_NODE = 4096  # keeps a mistyped placement from filling the memory
 _PLATFORMS: Mapping[str, str] = {"trainium1": "trn1", "trainium2": "trn2", "trainium3": "trn3"}  # by chip
 _RUN = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9})(?::([0-9]{1,9}))?)?")
@@ -236,22 +240,27 @@ class Cluster:
     algorithms: tuple[Algorithm, ...] = ()  # of collectives; a ring where none is named
     price_usd_per_node_hour: float | None = None  # on demand
     price_date: str | None = None  # of the price, YYYY-MM-DD; None where its source carries none
+    host_memory_bytes: int | None = option(None)  # of a node, beside the memory of its chips
+    host_bandwidth_bytes_per_s: float | None = option(None)  # of a chip to host memory, one direction, all at once
     sources: Mapping[str, str] = field(hash=False)
 
     def __post_init__(self) -> None:
         counts = ("num_nodes", "chips_per_node", "ranks_per_chip", "nodes_per_ultraserver")
         price, day = self.price_usd_per_node_hour, self.price_date
-        stated = {
-            "nodes_per_ultraserver": self.nodes_per_ultraserver != 1,
-            "price_usd_per_node_hour": price is not None,
-        }
-        numbers = ["chips_per_node", "ranks_per_chip", *(name for name, holds in stated.items() if holds)]
+        options = ("price_usd_per_node_hour", "host_memory_bytes", "host_bandwidth_bytes_per_s")
+        stated = {name: getattr(self, name) is not None for name in options}
+        stated["nodes_per_ultraserver"] = self.nodes_per_ultraserver != 1
+        both = "goes with host_bandwidth_bytes_per_s: give both, or leave both out"
+        numbers = ["chips_per_node", "ranks_per_chip", *(name for name in stated if stated[name])]
         alone = "is the date of a price: give price_usd_per_node_hour as well, or leave it out"
         require(
             (bool(self.name.strip()), "name", "must not be empty"),
             (bool(self.kernels.strip()), "kernels", "must name a Kernels table"),
             *in_range(self, *counts, "lnc", low=1),
             *in_range(self, "price_usd_per_node_hour", positive=True, high=MAX_PRICE),
+            *in_range(self, "host_memory_bytes", positive=True, high=LARGEST_BYTES),
+            *in_range(self, "host_bandwidth_bytes_per_s", positive=True, low=SLOWEST, high=FASTEST),
+            (stated["host_memory_bytes"] == stated["host_bandwidth_bytes_per_s"], "host_memory_bytes", both),
             (day is None or price is not None, "price_date", alone),
             (day is None or _is_date(day), "price_date", f"must be a day as YYYY-MM-DD, or null, not {day!r}"),
             *source_checks(numbers, self.sources),
@@ -286,6 +295,11 @@ class Cluster:
     def rank_memory_bytes(self) -> int:
         """Memory of one rank: its equal share of the chip."""
         return self.chip.memory_bytes // self.ranks_per_chip
+
+    @property
+    def rank_host_bytes(self) -> float:
+        """Host memory that a plan may fill for one rank: its equal share of a node's; infinite where none is stated."""
+        return HOST_SHARE * self.host_memory_bytes / self.ranks_per_node if self.host_memory_bytes else math.inf
 
     def with_local_ranks(self, count: int) -> "Cluster":
         """Return the cluster of this machine with ``count`` ranks, which share its memory."""

@@ -109,6 +109,8 @@ class NodeType:
     algorithms: tuple[Algorithm, ...] = ()
     price_usd_per_node_hour: float | None = None
     price_date: str | None = None
+    host_memory_bytes: int | None = None
+    host_bandwidth_bytes_per_s: float | None = None
     sources: Mapping[str, str] = field(hash=False)
 
     def __post_init__(self) -> None:
@@ -154,6 +156,8 @@ class NodeType:
             placements=variant.placements,
             price_usd_per_node_hour=self.price_usd_per_node_hour,
             price_date=self.price_date,
+            host_memory_bytes=self.host_memory_bytes,
+            host_bandwidth_bytes_per_s=self.host_bandwidth_bytes_per_s,
             **{name: getattr(self, name) for name in same},
         )
 

@@ -107,6 +107,8 @@ class Kernels:
     Recompute: ``selective`` maps the framework's names to sets of operations that it can recompute. Sets of ``stated``
     it recomputes too, where a candidate names them or their operations; no search tries them. ``clones_end`` says where
     a run of recomputed operations ends: at the last tensor that backward needs, or at the output of the run.
+    ``offloads`` lists with which of these a search also tries to keep the rest in host memory; empty where the program
+    cannot do that.
     ``keeps_gathered``: a gathered input is kept gathered, so that backward does not gather it again.
 
     Pipelines: ``waits_for_sends`` names the schedules (``*``: all) in which a rank waits while it sends; in all
@@ -181,6 +183,7 @@ class Kernels:
     keeps_units: bool = False
     remakes_inputs: bool = False
     stated: Mapping[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
+    offloads: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         settings = [setting for setting in fields(self) if setting.name not in _NAMES]

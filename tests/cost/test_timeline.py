@@ -130,5 +130,5 @@ def test_plans_of_every_schedule_add_up_to_what_they_carry(name):
 def test_the_passes_of_a_stage_take_the_seconds_of_its_blocks_and_meet_the_ranks_beside_it():
     one = block(seconds={"F": {"compute": 1.0, "cp": 0.5}, "I": {"tp": 2.0}, "W": {"compute": 4.0}})
     passes = traced(Schedule(builder="1f1b", num_ranks=2, num_micro_batches=2), [2, 3], one).passes
-    assert passes["B", 0].parts == {"compute": 12.0, "waiting": 0.0, "tp": 6.0, "cp": 0.0, "ep": 0.0}
+    assert passes["B", 0].parts == {"compute": 12.0, "waiting": 0.0, "tp": 6.0, "cp": 0.0, "ep": 0.0, "host": 0.0}
     assert (passes["F", 0].sends_to, passes["F", 1].takes_from, passes["W", 0].sends_to) == (1, 0, None)

@@ -104,7 +104,10 @@ def questions(draw, batches=(60, 64, 256, 1024)):
     )
 
 
-RECOMPUTES = ("none", "full", "full:2", "full:50", "selective[attend]", "selective[CoreAttention,attention,nothing]")
+RECOMPUTES = (
+    "none", "full", "full:2", "full:50", "selective[attend]", "selective[CoreAttention,attention,nothing]",
+    "none+offload", "full+offload",
+)  # fmt: skip
 SIZES = (1, 2, 3, 4, 8, 16, 32, 64)
 
 

@@ -19,7 +19,13 @@ NAMES = st.sampled_from(["attend", "act", "CoreAttention", "mlp_act", "x.y-z"])
 RECOMPUTE = st.one_of(
     st.just(Recompute()),
     st.builds(Recompute, kind=st.just("full"), num_layers=st.none() | st.integers(1, 10**6)),
-    st.builds(Recompute, kind=st.just("selective"), ops=st.lists(NAMES, min_size=1, max_size=4).map(tuple)),
+    st.builds(
+        Recompute,
+        kind=st.just("selective"),
+        ops=st.lists(NAMES, min_size=1, max_size=4).map(tuple),
+        offload=st.booleans(),
+    ),
+    st.builds(Recompute, kind=st.sampled_from(["none", "full"]), offload=st.just(True)),
 )
 CANDIDATES = st.builds(
     Candidate,
@@ -95,6 +101,7 @@ def test_equal_meanings_print_equally(one, other):
         ("kernels=[x]", "not a name"), ("cp_kind=rings", "ring, all_to_all"), ("boundary=[batch", "not a layout"),
         ("boundary=", "not a layout"), (",", "key=value"),
         *((f"recompute={text}", None) for text in ("", "half", "full:", "full:0", "none:1", "selective", "full[a]")),
+        *((f"recompute={text}", None) for text in ("full:2+offload", "offload", "none+", "full+offload:2")),
         *((f"recompute=selective[{text}", None) for text in ("", "]", "a,b,]", "3]", "a]:2")),
     ],
 )  # fmt: skip
@@ -116,6 +123,7 @@ def test_all_faults_are_reported_at_once_also_of_values_made_in_python():
         with pytest.raises(InputError, match="must name"):
             Candidate(**values)
     wrong = [{"ops": ("a",)}, {"kind": "selective"}, {"num_layers": 1}]
+    wrong.append({"kind": "full", "num_layers": 1, "offload": True})
     for values in wrong:
         with pytest.raises(InputError):
             Recompute(**values)

@@ -167,6 +167,13 @@ BREAKS = {
                             "Use documents=joined, or --engine torch", None),
     "torch-trn1": ({"engine": "torch"}, "tp=8", "Use --engine nxd", None),
     "native-kernels": ({"cluster_name": "trn3", "nodes": 36}, "tp=8,kernels=te", "Use kernels=neuron_native", "tp=8"),
+    "offload-program": (GPU, "tp=8,kernels=te,recompute=full+offload", "Leave +offload out, or use kernels=torch",
+                        "tp=8,recompute=full+offload"),
+    "offload-program, nxd": ({}, "tp=32,recompute=none+offload", "nxd keeps activations on the device", "tp=32"),
+    "offload-code": (GPU | {"model_changes": {"traced": TRACED}}, "tp=8,recompute=none+offload", "runs as its own code",
+                     "tp=8"),
+    "offload-link": (GPU | {"cluster_name": "h800"}, "tp=8,recompute=full/none+offload",
+                     "how fast a chip of h800 reaches host memory", "tp=8,recompute=full"),
     "native-kernels, GPU": (GPU, "tp=8,kernels=neuron_native", "Use kernels=torch_engine_gpu", "tp=8"),
     "nxd-cluster, trn3": ({"cluster_name": "trn3", "nodes": 36, "engine": "nxd"}, "tp=8", "Use --engine torch", None),
 }  # fmt: skip

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from autoshard.extensions import EXTENSIONS
 from autoshard.plan.candidate import Candidate
-from autoshard.plan.rules import neuron, nxd_engine, nxd_kernels, shape
+from autoshard.plan.rules import neuron, nxd_engine, nxd_kernels, offload, shape
 from autoshard.plan.rules.columns import COLUMNS, Columns, Engine
 from autoshard.plan.rules.rule import Rejection, Rule, judge
 from autoshard.spec.cluster import Cluster
@@ -19,7 +19,7 @@ from autoshard.spec.workload import Workload
 @cache
 def all_rules() -> tuple[Rule, ...]:
     """List every Rule that comes with autoshard."""
-    modules = shape, neuron, nxd_engine, nxd_kernels
+    modules = shape, offload, neuron, nxd_engine, nxd_kernels
     return tuple(value for module in modules for value in vars(module).values() if isinstance(value, Rule))
 
 

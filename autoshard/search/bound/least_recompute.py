@@ -6,7 +6,7 @@ the layouts in which it exists. All else that recompute needs is left out.
 """
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, reduce
 
@@ -14,13 +14,21 @@ import numpy as np
 
 from autoshard.cost.collective import Number
 from autoshard.cost.kernel_run import KernelRun, SizesOf, rank_sizes
-from autoshard.cost.setting import BlockCost, BlockWork, Question, Setting, block_cost, work_of, works_of
+from autoshard.cost.setting import BlockCost, BlockWork, Question, Setting, block_cost, offloaded, work_of, works_of
 from autoshard.cost.sharded import CutBlocks, LoweredBlock
 from autoshard.graph.block import Block, Saved
 from autoshard.layout.layout import Layout
 from autoshard.layout.program import values_read, values_written
 from autoshard.plan.lowering import lowered
 from autoshard.plan.recompute import Recompute
+
+
+def costs_of(
+    kinds: Sequence[Recompute], price: Callable[[Recompute], BlockCost], offload: Callable[[BlockCost], BlockCost]
+) -> list[BlockCost]:
+    """Price kinds of recompute; the cost of those with host memory follows from that of the same program without."""
+    costs = {drop: price(drop) for drop in dict.fromkeys(kind.on_device for kind in kinds)}
+    return [offload(costs[kind.on_device]) if kind.offload else costs[kind] for kind in kinds]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +47,15 @@ class LeastRecompute:
         assert isinstance(setting.blocks, CutBlocks), "a search cuts its blocks itself"
         work = work_of(question, setting, kind, Recompute())
         return cls(question=question, setting=setting, kind=kind, blocks=setting.blocks, work=work)
+
+    def costs(self, kinds: Sequence[Recompute]) -> list[BlockCost]:
+        """Return the costs of several kinds of recompute that no block with them stays below."""
+        return costs_of(kinds, self.cost, self._offloaded)
+
+    def _offloaded(self, cost: BlockCost) -> BlockCost:
+        """Return a bound with host memory; a backward pass that takes longer may hide more, so it is left as it is."""
+        moved = offloaded(cost, self.question)
+        return replace(moved, seconds={**moved.seconds, "I": cost.seconds["I"]})
 
     def cost(self, drop: Recompute) -> BlockCost:
         """Return a cost that no block with this recompute stays below, in any pass or in what it saves.

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from autoshard.cost.setting import (
     Setting,
     boundary_bytes,
     handed_on,
+    offloaded,
     only,
     price_block,
     stage_groups,
@@ -33,7 +35,7 @@ from autoshard.plan.lowering import ATOMS, split_pending
 from autoshard.plan.recompute import Recompute
 from autoshard.schedule.schedule import Schedule
 from autoshard.schedule.waves import Floats, Ints
-from autoshard.search.bound.least_recompute import LeastRecompute
+from autoshard.search.bound.least_recompute import LeastRecompute, costs_of
 from autoshard.search.bound.space import Space
 from autoshard.spec.kernels import load_kernels
 from autoshard.spec.mesh import COPIES, Mesh
@@ -128,10 +130,8 @@ class LayoutPricer:
         sizes = np.stack([space.rows[key] for key in ("tp", "pp", "cp", "ep", "dp")])
         _, first, division = np.unique(sizes, axis=1, return_index=True, return_inverse=True)
         candidates = [space.candidate(int(row), 0) for row in first]
-        self._division, self._meshes = (
-            division.reshape(-1),
-            [mesh_of(candidate, model, cluster) for candidate in candidates],
-        )
+        self._division = division.reshape(-1)
+        self._meshes = [mesh_of(candidate, model, cluster) for candidate in candidates]
         buckets = [bucket_sizes(candidate, space.engine).total_bytes for candidate in candidates]
         self._bucket_bytes = np.array(buckets, dtype=np.float64)[self._division]
         self._known: dict[object, Ring] = {}
@@ -262,7 +262,7 @@ class LayoutPricer:
         for kind in self.question.model.layer_counts:
             self.between()
             least = LeastRecompute.of(self.question, priced.priced_in, kind)
-            layers.append(BlockTotals.of([least.cost(drop) for drop in kinds], len(priced.numbers)))
+            layers.append(BlockTotals.of(least.costs(kinds), len(priced.numbers)))
         return replace(priced, kinds=kinds, layers=tuple(layers))
 
     def with_recompute(self, priced: PricedLayouts, rows: Rows | None = None) -> PricedLayouts:
@@ -271,17 +271,18 @@ class LayoutPricer:
             recomputed = self._with_recompute[priced]
             return recomputed if rows is None else recomputed.only(rows)
         priced = priced if rows is None else priced.only(rows)
-        kinds, setting = kinds_of(priced.space.recomputes), priced.priced_in
+        kinds, setting, question = kinds_of(priced.space.recomputes), priced.priced_in, self.question
         assert setting, "its layouts are of one lowering"
         layers: list[BlockTotals] = []
         for layer in self.question.model.layer_counts:
-            costs, counted = list[BlockCost](), Counted()
-            for drop in kinds:
-                self.between()
-                costs.append(price_block(self.question, setting, layer, drop, counted))
-            layers.append(BlockTotals.of(costs, len(priced.numbers)))
+            price, offload = partial(self._price, Counted(), setting, layer), partial(offloaded, question=question)
+            layers.append(BlockTotals.of(costs_of(kinds, price, offload), len(priced.numbers)))
         self._with_recompute[priced] = replace(priced, kinds=kinds, layers=tuple(layers))
         return self._with_recompute[priced]
+
+    def _price(self, counted: Counted, setting: Setting, layer: str, drop: Recompute) -> BlockCost:
+        self.between()
+        return price_block(self.question, setting, layer, drop, counted)
 
     def _ring(self, atoms: tuple[str, ...]) -> Ring:
         """Return the groups over some atoms on the meshes of all layouts."""

@@ -320,6 +320,7 @@ def _least_held(blocks: PipelineBlocks, choices: StageChoices, totals: Ints) -> 
     memory = {part: np.broadcast_to(size, shape) for part, size in prices.memory.items()}
     if chunks > 1:
         memory |= _least_memory(blocks, kind, again, plain, options.plain_kind)
+        memory.pop("host", None)  # it depends on the chunk as well
         memory["working"] = np.minimum(prices.memory["working"], memory["working"])
         reserved = load_kernels(blocks.question.kernels).reserved
         if reserved:

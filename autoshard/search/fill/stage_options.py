@@ -20,7 +20,8 @@ ALL_RANGES = ("1f1b", "gpipe")  # schedules whose longest paths are known: those
 SURE = 1e-12  # of a bound that was computed in another order
 _RELIEVED = ((0, 1), (1, 0), (1, 1), (0, 2), (1, 2))  # layers that the first and the last stage give away
 
-_DOMINATED = (*PASSES, "saved_bytes", "moment_bytes", "waiting_bytes", "placeholder_bytes")  # in which kinds differ
+# In which kinds differ.
+_DOMINATED = (*PASSES, "saved_bytes", "moment_bytes", "waiting_bytes", "placeholder_bytes", "host_bytes")
 
 Split = tuple[int, ...]  # layers of every stage
 
@@ -112,7 +113,7 @@ def not_dominated(
     no_worse = np.all(columns[:, None] <= columns[:, :, None], axis=0)  # [kind, other kind, candidate]
     better = no_worse & (better | ~no_worse.swapaxes(0, 1)) & allowed
     dominated = better.any(axis=1)
-    dominated[[kind.kind in ("none", "full") for kind in kinds]] = False
+    dominated[[kind in (Recompute(), Recompute(kind="full")) for kind in kinds]] = False
     return allowed & ~dominated
 
 
@@ -230,7 +231,8 @@ class RankOptions:
         """Price all options for the layers of every chunk."""
         options, divisions, allowed = stage_options(blocks.schedule, choices, layers)
         prices = price_stages(blocks, options)
-        fits = allowed & (prices.peak_bytes <= capacity)
+        host = blocks.question.cluster.rank_host_bytes
+        fits = allowed & (prices.peak_bytes <= capacity) & (prices.host_bytes <= host)
         both_s = np.where(fits, prices.pass_s + blocks.hop_s[:, None], NEVER)
         best = _least_of_each(both_s, divisions)
         return cls(

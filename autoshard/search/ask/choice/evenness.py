@@ -12,6 +12,7 @@ from itertools import islice, product
 
 import numpy as np
 
+from autoshard.plan.recompute import Recompute
 from autoshard.schedule.counts import counts_of
 from autoshard.schedule.waves import Ints
 from autoshard.search.bound.points import Solution
@@ -82,7 +83,7 @@ def evened(solution: Solution, goal: Goal, slack: float = EXACT) -> Solution:
 def _kept_choices(choices: StageChoices, filling: StageFilling) -> StageChoices:
     """Return the choices that keep the kinds of recompute of a filling."""
     used = np.zeros(len(choices.kinds), dtype=bool)
-    used[[number for number, kind in enumerate(choices.kinds) if kind.kind == "none"]] = True
+    used[[number for number, kind in enumerate(choices.kinds) if kind == Recompute()]] = True
     used[filling.kind[:, 0][filling.recomputed[:, 0] > 0]] = True
     partly = bool(((filling.recomputed > 0) & (filling.plain > 0)).any())
     allowed = choices.allowed if choices.recompute else choices.allowed & used[:, None]
