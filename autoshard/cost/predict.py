@@ -72,12 +72,11 @@ def predict(plan: Plan, calibration: Calibration | None = None, blocks: Blocks |
         high_s=rounded(step_time_s * (1 + interval)),
         time_parts=seconds,
         stage_memory=tuple(
-            StageMemory(num_weights=int(weights), parts=_whole(parts))
-            for weights, parts in zip(cost.weights, cost.memory, strict=True)
+            StageMemory(num_weights=int(weights), parts=_whole(parts), host_bytes=round(host_bytes))
+            for weights, parts, host_bytes in zip(cost.weights, cost.memory, cost.host_bytes, strict=True)
         ),
         peak_interval_bytes=_peak_interval(cost, load_kernels(plan.kernels)),
         capacity_bytes=load_kernels(plan.kernels).capacity_bytes(plan.cluster.rank_memory_bytes, plan.headroom),
-        host_bytes=round(cost.host_bytes),
         tokens_per_s=rounded(workload.tokens_per_step / step_time_s),
         mfu=rounded(flops / (step_time_s * peak)),
         mfu_causal=mfu_causal,

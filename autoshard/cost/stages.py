@@ -28,7 +28,7 @@ Part = Literal["embed", "recomputed", "plain", "head"]  # of the blocks of a chu
 PASSES = ("forward_s", "input_s", "weight_s")  # fields of blocks and stages
 # Layers whose kept tensors are on the device although they rest in host memory: one at work, one on its way to the
 # host, and one that is fetched for the next backward (autoshard/engine/torch/offloading.py).
-_ON_THEIR_WAY = 3
+ON_THEIR_WAY = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -288,7 +288,7 @@ def price_stages(blocks: PipelineBlocks, options: StageOptions) -> StagePrices:
     if any(layer.host_bytes.any() for layer in blocks.layers):
         host_bytes = most_kept(schedule, total("host_bytes"), 0.0 * waiting)
         moving = (np.where(slot.count > 0, slot.block.host_bytes[slot.row], 0.0) for slot in slots)
-        memory["moving"] = _ON_THEIR_WAY * reduce(np.maximum, moving).max(axis=2)
+        memory["moving"] = ON_THEIR_WAY * reduce(np.maximum, moving).max(axis=2)
         if kernels.host_computes:  # host memory is that of the rank
             memory["host"] = host_bytes
     share = kernels.reserved.share if kernels.reserved else 0.0

@@ -203,7 +203,7 @@ class StepCost:
     memory: tuple[Mapping[str, float], ...]
     sent: tuple[Mapping[str, float], ...]
     weights: tuple[float, ...]
-    host_bytes: float  # of the rank with most in host memory
+    host_bytes: tuple[float, ...]  # by pipeline rank
 
     @property
     def sent_bytes(self) -> Mapping[str, float]:
@@ -238,7 +238,7 @@ def step_cost(question: Question, setting: Setting, pipeline: PlanPipeline, pric
         memory=plan_memory(step),
         sent=_sent(step, blocks),
         weights=tuple(weights[:, 0].tolist()),
-        host_bytes=float(step.prices.host_bytes.max()),
+        host_bytes=tuple(np.broadcast_to(step.prices.host_bytes, weights.shape)[:, 0].tolist()),
     )
 
 

@@ -35,10 +35,11 @@ class StageMemory:
 
     num_weights: int  # that one rank of the stage holds, replicas included
     parts: Mapping[str, int] = field(hash=False)
+    host_bytes: int = option(0)  # what it keeps in host memory for the backward pass
 
     def __post_init__(self) -> None:
         sizes = ((size >= 0, f"parts.{name}", "must not be negative") for name, size in self.parts.items())
-        require(*in_range(self, "num_weights"), *sizes)
+        require(*in_range(self, "num_weights", "host_bytes"), *sizes)
 
     @property
     def total(self) -> int:
@@ -91,7 +92,6 @@ class Prediction:
     stage_memory: tuple[StageMemory, ...]  # one per pipeline rank
     peak_interval_bytes: tuple[int, int] | None = None  # of the fullest rank, where an allocator's share is estimated
     capacity_bytes: int  # memory of a rank that the plan may fill (Kernels.capacity_bytes)
-    host_bytes: int = option(0)  # what the rank with most of it keeps in host memory for the backward pass
     tokens_per_s: float
     mfu: float  # share of the peak that the model's own FLOPs use, with all (query, key) pairs of attention
     mfu_causal: float | None = None  # with those pairs alone that the mask leaves
@@ -112,7 +112,7 @@ class Prediction:
         require(
             (SHORTEST_S <= self.step_time_s <= LONGEST_STEP_S, "step_time_s", endless),
             *in_range(self, "tokens_per_s", "capacity_bytes", positive=True),
-            *in_range(self, "mfu", "mfu_causal", "host_bytes"),
+            *in_range(self, "mfu", "mfu_causal"),
             (self.low_s <= self.step_time_s <= self.high_s, "low_s", interval),
             (math.isclose(total, self.step_time_s, rel_tol=SUM_TOLERANCE), "time_parts", parts),
             (bool(self.basis), "basis", "say what the numbers are worth"),

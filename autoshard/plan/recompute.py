@@ -68,6 +68,11 @@ class Recompute:
         return replace(self, offload=False) if self.offload else self
 
     @property
+    def offloaded(self) -> "Recompute":
+        """The same with all that is kept in host memory."""
+        return replace(self, offload=True)
+
+    @property
     def kinds(self) -> tuple["Recompute", ...]:
         """List what single layers do under it: ``full:K`` has full layers and plain ones.
 

@@ -86,9 +86,7 @@ def unrun(plan: Plan) -> tuple[Rejection, ...]:
     """Say what no engine does yet of a plan that may be priced."""
     why, source = unrun_precision(plan), "autoshard: engine/torch/states, engine/nxd/lowering.py"
     remedy = f"Use --precision {', '.join(PRECISIONS)}"
-    offloads = any(stage.recompute.offload for stage in plan.stages)
     return (
-        *([_reject("offload-engine", "recompute: +offload is priced, and no engine runs it yet")] if offloads else []),
         *([_reject("precision-engine", f"{why}. {remedy}", source)] if why else []),
         *([_reject("code-engine", why_not)] if (why_not := unrun_code(plan)) else []),
     )
@@ -224,13 +222,12 @@ def _prediction_misfits(plan: Plan, prediction: Prediction) -> Iterator[Rejectio
                 f"{format_bytes(memory.total - capacity)} too much. Use more recompute, a smaller mbs, or more tp or pp"
             )
             yield _reject("memory", message, _PREDICTED)
-    if prediction.host_bytes > plan.cluster.rank_host_bytes:
+    host_bytes = max((memory.host_bytes for memory in prediction.stage_memory), default=0)
+    if host_bytes > plan.cluster.rank_host_bytes:
         ranks_per_node = plan.cluster.ranks_per_node
-        need, have = (
-            format_bytes(size * ranks_per_node) for size in (prediction.host_bytes, plan.cluster.rank_host_bytes)
-        )
+        need, have = (format_bytes(size * ranks_per_node) for size in (host_bytes, plan.cluster.rank_host_bytes))
         message = (
-            f"prediction.host_bytes: the {ranks_per_node} ranks of a node are predicted to keep {need} in its "
+            f"prediction.stage_memory: the {ranks_per_node} ranks of a node are predicted to keep {need} in its "
             f"memory, of which a plan may fill {have}. Use more recompute, a smaller mbs, or no offload"
         )
         yield _reject("host-memory", message, _PREDICTED)

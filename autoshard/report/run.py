@@ -208,6 +208,8 @@ def _compared(plan: Plan, rank: int, figures: Measured, by_stage: Sequence[Mappi
         name: {"predicted": sum(parts.get(part, 0) for part in names), "measured": figures.memory_bytes.get(name)}
         for name, names in _PARTS.items()
     }
+    if host_bytes := prediction_of(plan).stage_memory[place].host_bytes:
+        memory["host"] = {"predicted": host_bytes, "measured": figures.memory_bytes.get("host")}
     predicted, sent = by_stage[place], figures.sent_bytes
     axes = sorted(axis for axis in {*predicted, *sent} if predicted.get(axis) or sent.get(axis))
     pairs: Pairs = {axis: {"predicted": predicted.get(axis, 0), "measured": sent.get(axis)} for axis in axes}

@@ -373,6 +373,7 @@ def hold_promises(plan: Plan, found: Sequence[Measured]) -> None:
     for number, memory in enumerate(prediction.stage_memory):
         promised = {name: memory.parts[name] for name in STATES}
         promised |= {} if routed else {"saved": memory.parts["activations"] + memory.parts["logits"]}
+        promised |= {} if routed or not memory.host_bytes else {"host": memory.host_bytes}
         alike = [one for rank, one in enumerate(found) if plan.mesh.coordinates(rank)["pp"] == number]
         held = {name: max(one.memory_bytes[name] for one in alike) for name in promised}
         assert held == (promised if divides else pytest.approx(promised, rel=0.06))
@@ -394,7 +395,7 @@ def axes_of_rows(plan: Plan) -> set[str]:
 def without_rows(plan: Plan, found: Measured) -> Measured:
     """What a rank held and sent, without what depends on whom tokens choose."""
     routed = axes_of_rows(plan)
-    held = {name: size for name, size in found.memory_bytes.items() if name != "saved" or not routed}
+    held = {name: size for name, size in found.memory_bytes.items() if name not in ("saved", "host") or not routed}
     sent = {axis: size for axis, size in found.sent_bytes.items() if axis not in routed}
     return Measured(memory_bytes=held, sent_bytes=sent)
 

@@ -32,6 +32,7 @@ from autoshard.search.ask.vendor.defaults import default_workload
 from autoshard.search.bound.request import Request
 from autoshard.search.fill.stage_filling import Effort
 from autoshard.search.fill.stage_options import near_even_splits
+from autoshard.spec.cluster import Cluster
 from autoshard.spec.cluster_catalogue import load_cluster
 from autoshard.spec.kernels import load_kernels
 from autoshard.spec.model import LayerKind
@@ -56,6 +57,12 @@ def ask(
     )
 
 
+def with_host_memory(cluster: Cluster, memory_bytes: int, bytes_per_s: float) -> Cluster:
+    """The cluster with memory beside that of its ranks, whatever this machine has."""
+    sources = {**cluster.sources, "default": "this test"}
+    return replace(cluster, host_memory_bytes=memory_bytes, host_bandwidth_bytes_per_s=bytes_per_s, sources=sources)
+
+
 def time_s(plan: Plan) -> float:
     assert plan.prediction
     return plan.prediction.step_time_s
@@ -66,16 +73,20 @@ def peak(plan: Plan) -> int:
     return plan.prediction.peak_bytes
 
 
-def kinds_of_recompute(kernels: str) -> list[Recompute]:
-    """None, every set of the framework's names that have operations, where these do not overlap, small ones first."""
-    sets = {name: ops for name, ops in load_kernels(kernels).selective.items() if ops}
-    found = [PLAIN]
+def kinds_of_recompute(kernels: str, cluster: Cluster) -> list[Recompute]:
+    """None, every set of the framework's names that have operations, where these do not overlap, small ones first.
+
+    Behind them stand those that its table names with host memory, where nodes have any that is not the ranks' own.
+    """
+    table, found = load_kernels(kernels), [PLAIN]
+    sets = {name: ops for name, ops in table.selective.items() if ops}
     for size in range(1, len(sets) + 1):
         for names in itertools.combinations(sets, size):
             ops = [op for name in names for op in sets[name]]
             if len(ops) == len(set(ops)):
                 found.append(Recompute(kind="selective", ops=names))
-    return [*found, FULL]
+    beside = cluster.host_memory_bytes is not None and not table.host_computes
+    return [*found, FULL, *(Recompute.parse(f"{text}+offload") for text in table.offloads if beside)]
 
 
 def layouts(request: Request) -> Iterator[Candidate]:
@@ -147,7 +158,7 @@ def refused(request: Request, candidate: Candidate) -> tuple[str, ...]:
 
 def allowed_kinds(request: Request, point: Candidate) -> list[tuple[Recompute, ...]]:
     """The kinds of recompute that no Rule refuses for a point; what is pinned is the only choice."""
-    kinds = [(kind,) for kind in kinds_of_recompute(point.kernels or request.cluster.kernels)]
+    kinds = [(kind,) for kind in kinds_of_recompute(point.kernels or request.cluster.kernels, request.cluster)]
     tried = [request.pins["recompute"]] if "recompute" in request.pins else kinds
     return [kind for kind in tried if not refused(request, replace(point, recompute=kind))]
 
@@ -260,7 +271,9 @@ class Point:
             return []
         layers = self.layers(rank, split)
         own = {(layers, self.first(rank, split), one) for one in self.recomputes(rank, layers)}
-        fits = self.peak_bytes[rank] <= capacity
+        cluster, shape = self.question.cluster, self.peak_bytes.shape
+        host = np.broadcast_to(self.prices.host_bytes, (*shape, 1))[rank, :, 0] * cluster.ranks_per_node
+        fits = (self.peak_bytes[rank] <= capacity) & (host <= 0.75 * (cluster.host_memory_bytes or np.inf))
         return [number for number, option in enumerate(self.options) if option in own and fits[number]]
 
     def choices(self, split: Stages, capacity: float = np.inf) -> list[list[int]]:
@@ -394,7 +407,7 @@ def _pricing(question: Question, setting: Setting) -> Price:
 
 
 MODELS = ("tiny-llama", "tiny-llama", "tiny-mixtral")
-KERNELS = (None, "torch_cuda", "te", "mcore")  # None: those of the cluster
+KERNELS = (None, "torch_cuda", "te", "mcore", "torch_engine_gpu")  # None: those of the cluster
 PINNED_RECOMPUTE = ((PLAIN,), (FULL,), (Recompute(kind="full", num_layers=1),))
 
 
@@ -424,14 +437,19 @@ def requests(draw: Any) -> Request:
             pins[key] = draw(st.sampled_from(values))
     if draw(st.booleans()) and pp > 1:
         pins["schedule"] = draw(st.sampled_from([*BUILDERS]))
-    kernels = draw(st.sampled_from(KERNELS))
+    own = load_cluster("local", 1, ranks=ranks)
+    chip = replace(own.chip, memory_bytes=2**34)  # not what this machine has: runtimes of GPUs fit too
+    cluster, kernels = replace(own, chip=chip), draw(st.sampled_from(KERNELS))
+    if kernels == "torch_engine_gpu":  # of all programs that one alone uses host memory, if there is any
+        memory, link = draw(st.sampled_from([2**18, 2**22, 2**40])), draw(st.sampled_from([1e7, 1e9, 1e12]))
+        cluster = with_host_memory(cluster, memory, link)
     if kernels:
         pins["kernels"] = kernels
     kinds: tuple[Recompute, ...] = ()
     if draw(st.integers(0, 4)) == 0:
         pins["recompute"] = draw(st.sampled_from(PINNED_RECOMPUTE))
     else:
-        known = kinds_of_recompute(kernels or "torch_cuda")
+        known = kinds_of_recompute(kernels or "torch_cuda", cluster)
         most = 2 if pp > 3 else 4 if pp > 2 else 13
         kinds = tuple(draw(st.lists(st.sampled_from(known), min_size=1, max_size=most, unique=True)))
     batch = draw(st.sampled_from([1, 2, 4, 4, 6, 8, 12]))
@@ -452,6 +470,4 @@ def requests(draw: Any) -> Request:
     rules = (only_kinds(kinds),) if kinds else ()
     note(f"{model.name}, {layers} layers, {model.order}, {ranks} ranks, batch {batch}, {pins}")
     note(f"kinds {kinds or 'all'}, {constants}")
-    chip = replace(request.cluster.chip, memory_bytes=2**34)  # not what this machine has: runtimes of GPUs fit too
-    cluster = replace(request.cluster, chip=chip)
     return replace(request, model=model, cluster=cluster, pins=pins, extra_rules=rules, calibration=constants)

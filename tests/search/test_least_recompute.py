@@ -28,6 +28,7 @@ CASES = {
     "dense-trn1": ("llama3-8b", "trn1.32xlarge", 2, ""),
     "nxd-core": ("llama2-7b", "trn1.32xlarge", 2, "kernels=nxd_core"),
     "mcore": ("llama3-8b", "h100-80", 2, "kernels=mcore"),
+    "host memory": ("llama3-8b", "a100-80", 2, ""),
     "torch": ("llama3-8b", "h100-80", 2, "kernels=torch_cuda,cp=2"),
     "heads-over-cp": ("llama3-8b", "h100-80", 2, "tp=1,cp_kind=all_to_all"),
 }
@@ -60,9 +61,13 @@ def test_no_recompute_takes_or_keeps_less_than_its_bound(case):
         for layer, bound in zip(exact.layers, least.layers, strict=True):
             for name in ("forward_s", "input_s", "weight_s", "saved_bytes", "waiting_bytes"):
                 assert (getattr(bound, name) <= getattr(layer, name) * SURE).all(), name
-            held = layer.saved_bytes + layer.moment_bytes
-            assert (bound.saved_bytes + bound.moment_bytes <= held * SURE).all()
-            assert (bound.pass_s >= 0.75 * layer.pass_s).all()  # and not much less
+            held, at_least = (
+                one.saved_bytes + one.moment_bytes + 3 * one.host_bytes for one in (layer, bound)
+            )  # of host memory three layers are on their way
+            assert (at_least <= held * SURE).all()
+            on_device = [not kind.offload for kind in exact.kinds]
+            assert (bound.pass_s >= 0.75 * layer.pass_s)[on_device].all()  # and not much less
+            assert any(on_device) and (all(on_device) == (case in ("dense-trn1", "nxd-core", "mcore", "torch")))
 
 
 @pytest.mark.parametrize("case", rest_is_slow(CASES, 0, 2))

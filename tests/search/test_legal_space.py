@@ -15,6 +15,7 @@ from autoshard.plan.rules.rule import Rejection
 from autoshard.search.bound.legal_space import VARIANT_KEYS, legal_space, run_choices
 from autoshard.search.bound.request import Request
 from autoshard.search.bound.space import Space, divisors, recompute_choices, whole_space
+from autoshard.spec.cluster_catalogue import load_cluster
 from tests.search.brute_force import (
     Truth,
     ask,
@@ -47,7 +48,7 @@ def space_of(request: Request) -> Space:
 def rejections_alone(request: Request) -> dict[Candidate, dict[str, list[Rejection]]]:
     """What every Rule has against every point, with each kind of recompute."""
     kernels = request.pins.get("kernels") or request.cluster.kernels
-    kinds = [(kind,) for kind in kinds_of_recompute(kernels)]
+    kinds = [(kind,) for kind in kinds_of_recompute(kernels, request.cluster)]
     kinds = [request.pins["recompute"]] if "recompute" in request.pins else kinds
     facts = (request.model, request.cluster, request.workload, request.engines[0])
     return {
@@ -162,14 +163,17 @@ def test_divisors_are_what_divides(number: int):
 def test_the_space_is_every_product_of_whole_numbers(model: str, ranks: int, batch: int, seq_len: int):
     request = ask(model, ranks=ranks, global_batch=batch, seq_len=seq_len)
     space = space_of(request)
-    assert space.recomputes == tuple((kind,) for kind in kinds_of_recompute(request.cluster.kernels))
+    assert space.recomputes == tuple((kind,) for kind in kinds_of_recompute(request.cluster.kernels, request.cluster))
     found = [space.candidate(row, 0) for row in range(space.num_layouts)]
     assert len(found) == len(set(found)) and set(found) == set(layouts(request))
 
 
-@pytest.mark.parametrize("kernels", ["nxd", "te", "torch_cuda"])
-def test_every_kind_of_recompute_is_tried_once(kernels: str):
-    assert recompute_choices(kernels) == tuple((kind,) for kind in kinds_of_recompute(kernels))
+@pytest.mark.parametrize("kernels", ["nxd", "te", "torch_cuda", "torch_engine_gpu", "torch_engine", "neuron_native"])
+@pytest.mark.parametrize("name", ["h100-80", "h800", "local"])
+def test_every_kind_of_recompute_is_tried_once(kernels: str, name: str):
+    choices = recompute_choices(kernels, cluster := load_cluster(name))
+    assert choices == tuple((kind,) for kind in kinds_of_recompute(kernels, cluster))
+    assert any(kind.offload for (kind,) in choices) == ((kernels, name) == ("torch_engine_gpu", "h100-80"))
 
 
 def test_a_cluster_too_large_to_enumerate_is_refused():

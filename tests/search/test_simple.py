@@ -38,8 +38,11 @@ def place(own: list[Recompute | int], *, even: bool, schedule: str) -> int | Non
     distinct, partly = len(set(own)), any(isinstance(one, int) for one in own)
     if distinct > 2 or (not even and (partly or schedule not in ("1f1b", "gpipe"))):
         return None
+    offload = any(isinstance(one, Recompute) and one.offload for one in own)
     if not even:
-        return 3 + distinct
+        return None if offload else 4 + distinct
+    if offload:
+        return None if partly else 4
     if not partly:
         return 0 if distinct == 1 else 2
     others_plain_or_full = all(isinstance(one, int) or one.kind in ("none", "full") for one in own)

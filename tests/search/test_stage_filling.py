@@ -20,12 +20,16 @@ from autoshard.search.bound.legal_space import legal_space
 from autoshard.search.bound.priced_layouts import LayoutPricer, PricedLayouts
 from autoshard.search.fill.stage_filling import Effort, Goal, fill_stages, path_weights
 from autoshard.search.fill.stage_options import StageChoices, StageFilling, not_dominated
-from tests.search.brute_force import EXACT, FULL, PLAIN, ask, compositions
+from tests.search.brute_force import EXACT, FULL, PLAIN, ask, compositions, with_host_memory
 
 GIB = 2.0**30
 SURE = 1 + 1e-9
 NORMS, MLP = (Recompute(kind="selective", ops=(name,)) for name in ("norms", "mlp"))
-KINDS = ((PLAIN,), (PLAIN, FULL), (PLAIN, NORMS, FULL), (PLAIN, NORMS, MLP), (PLAIN, NORMS, MLP, FULL))
+HOST = PLAIN.offloaded
+KINDS = (
+    (PLAIN,), (PLAIN, FULL), (PLAIN, NORMS, FULL), (PLAIN, NORMS, MLP), (PLAIN, FULL, HOST), (PLAIN, NORMS, MLP, FULL),
+    (PLAIN, NORMS, FULL, HOST),
+)  # fmt: skip
 
 
 @functools.cache
@@ -49,21 +53,22 @@ class Case:
 
 
 def totals(
-    random: np.random.Generator, count: int, kinds: int, weights: Mapping[Any, Any], scale: float
+    random: np.random.Generator, count: int, kinds: tuple[Recompute, ...], weights: Mapping[Any, Any], scale: float
 ) -> BlockTotals:
     """Draw a block: computed again it takes longer and keeps less, mostly."""
-    shape = (kinds, count)
+    shape, offload = (len(kinds), count), np.array([[kind.offload] for kind in kinds])
     steps = random.choice([0.0, 0.1, 0.25, 0.5], shape)
     steps[0] = 0.0
     forward = np.broadcast_to(random.choice([0.5, 1.0, 1.0, 2.0], count), shape) * scale
     if random.random() < 0.2:
         forward = forward * random.choice([1.0, 1.1], shape)  # no kernels that we know, but nothing forbids them
-    saved = random.choice([1.0, 2.0, 4.0], shape) * GIB / 64
+    saved = np.sort(random.choice([1.0, 2.0, 4.0], shape) * GIB / 64, axis=0)[::-1] * min(1.0, scale * 1e3)
     return BlockTotals(
         forward_s=forward,
         input_s=forward * (1 + steps),
         weight_s=np.broadcast_to(forward[0], shape) * random.choice([0.5, 1.0]),
-        saved_bytes=np.sort(saved, axis=0)[::-1] * min(1.0, scale * 1e3),
+        saved_bytes=saved * ~offload,
+        host_bytes=saved * offload,
         moment_bytes=random.choice([0.0, 1.0, 3.0], shape) * GIB / 64,
         waiting_bytes=random.choice([0.0, 1.0], shape) * GIB / 128,
         placeholder_bytes=np.zeros(shape),
@@ -91,6 +96,8 @@ def cases(draw: Any, builders: tuple[str, ...] = ("1f1b", "gpipe"), *, most_rank
     random = np.random.default_rng(seed)
     real = priced(kernels, zero)
     model = replace(real.question.model, num_layers=layers)
+    host_bytes = draw(st.sampled_from([2**28, 2**40]))  # of 8 ranks
+    cluster = with_host_memory(real.question.cluster, host_bytes, 1e9)
     schedule = Schedule(builder=builder, num_ranks=ranks, num_chunks=chunks, num_micro_batches=number)
     weights, scale = real.layers[0].weights, float(random.choice([1e-3, 1e-2]))
     order = draw(st.sampled_from([(0,) * layers, (0,) * layers, *ORDERS]))[:layers]
@@ -102,12 +109,12 @@ def cases(draw: Any, builders: tuple[str, ...] = ("1f1b", "gpipe"), *, most_rank
     )
     blocks = replace(
         real.pipeline_blocks(np.zeros(count, dtype=int), schedule, Candidate(zero=zero)),
-        question=replace(real.question, model=model),
+        question=replace(real.question, model=model, cluster=cluster),
         sends=sends,
-        embed=totals(random, count, 1, weights, scale * float(random.choice([0.0, 0.1, 1.0]))),
-        layers=tuple(totals(random, count, len(kinds), weights, scale) for _ in dict.fromkeys(order)),
+        embed=totals(random, count, (PLAIN,), weights, scale * float(random.choice([0.0, 0.1, 1.0]))),
+        layers=tuple(totals(random, count, kinds, weights, scale) for _ in dict.fromkeys(order)),
         order=layer_order(tuple(map(str, order))),
-        head=totals(random, count, 1, weights, scale * float(random.choice([0.1, 1.0, 2.0]))),
+        head=totals(random, count, (PLAIN,), weights, scale * float(random.choice([0.1, 1.0, 2.0]))),
     )
     allowed = random.random((len(kinds), count)) < draw(st.sampled_from([0.7, 1.0, 1.0]))
     choices = StageChoices(
@@ -158,7 +165,9 @@ def every_filling(case: Case) -> Everything:
     options = StageOptions(kind=kind[None, :, None], plain_kind=0, **counts)
     prices = price_stages(blocks, options)
     legal = choices.allowed[kind] & ((layers == again).all(axis=1)[:, None] | choices.allowed[0])
-    fits = legal[None] & (prices.peak_bytes <= case.capacity)
+    cluster = blocks.question.cluster
+    on_host = prices.host_bytes * cluster.ranks_per_node <= 0.75 * (cluster.host_memory_bytes or np.inf)
+    fits = legal[None] & (prices.peak_bytes <= case.capacity) & on_host
     columns: list[tuple[Any, ...]] = []
     for candidate in range(blocks.num_candidates):
         same = np.full(len(ways), candidate)
@@ -192,7 +201,7 @@ def test_a_kind_that_saves_nothing_is_dominated_and_one_that_is_not_allowed_domi
     columns = real.layers[0].only(np.array([0, 0]))
     rows = {name: np.repeat(getattr(columns, name)[:1], 3, axis=0) for name in ("forward_s", "input_s", "weight_s")}
     saved = np.array([[8.0, 8.0], [2.0, 2.0], [2.0, 2.0]])
-    flat = {name: np.ones((3, 2)) for name in ("moment_bytes", "waiting_bytes", "placeholder_bytes")}
+    flat = {name: np.ones((3, 2)) for name in ("moment_bytes", "waiting_bytes", "placeholder_bytes", "host_bytes")}
     layer = replace(columns, **rows, **flat, saved_bytes=saved)
     kinds = (PLAIN, Recompute(kind="selective", ops=("mlp",)), Recompute(kind="selective", ops=("norms",)))
     allowed = np.array([[True, True], [True, False], [True, True]])

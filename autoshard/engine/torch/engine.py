@@ -194,6 +194,7 @@ class TorchEngine:
                 "masters": _bytes(flat.master for flat in flats if flat.master is not None),
                 "optimizer": _bytes(state for flat in flats for state in flat.moments),
                 "saved": self._saved_bytes,
+                **({"host": host_bytes} if (host_bytes := self._pipeline.host.most_bytes) else {}),
             },
             sent_bytes=dict(self.world.sent_bytes),
         )

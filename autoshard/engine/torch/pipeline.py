@@ -4,6 +4,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.profiler import record_function
 
 from autoshard.engine.observing import notes_of
@@ -14,6 +15,7 @@ from autoshard.engine.torch.execution import BY_BATCH, InputSource, Values
 from autoshard.engine.torch.formats import memory_of, own
 from autoshard.engine.torch.generated import Generator
 from autoshard.engine.torch.joint import side_by_side
+from autoshard.engine.torch.offloading import HostMemory, offloaded_blocks
 from autoshard.engine.torch.states.store import OpenedWeights, Store
 from autoshard.engine.torch.steps import NUMBERS, RankContext
 from autoshard.engine.torch.world import Arrival
@@ -94,6 +96,8 @@ class RankPipeline:
             for weight in self._adds[action.kind, name]
         }
         self._following = self._blocks_that_read()
+        self._offloaded = offloaded_blocks(plan, self.stages)
+        self.host = HostMemory(context.formats.device, context.formats.staging)
         self._places = {name: dict(_places(name, run.parts)) for name, run in self.blocks.items()}
         # By way (back or not), stage and micro-batch the number of the action in its rank's list.
         self._turns = {
@@ -150,6 +154,7 @@ class RankPipeline:
             if counts:
                 most_bytes = max(most_bytes, self._saved_bytes(store))
         store.take_back()
+        self.host.settle()
         world.finish_sending()
         losses, self._losses, self._batches = self._losses, {}, ()
         self._inputs.clear()
@@ -167,9 +172,7 @@ class RankPipeline:
             world.activity.act(f"evaluation: {action} (stage {action.stage}, micro-batch {action.micro_batch})")
             for near in turns[place : place + 2]:
                 self._expect(self._actions[near])
-            self._forward(store, number, ahead=False)
-            for name in self.stages[action.stage]:
-                del self._values[name, action.micro_batch]
+            self._forward(store, number, evaluates=True)
         world.finish_sending()
         losses, self._losses, self._batches = self._losses, {}, ()
         self._inputs.clear()
@@ -178,13 +181,17 @@ class RankPipeline:
 
     def _saved_bytes(self, store: Store) -> int:
         """Count the bytes kept for backward, each memory once, without weights, batch, and a few counts."""
-        resting = (tensor for flat in store.flats for tensor in (flat.values, flat.sums))
-        present = {memory_of(tensor) for tensor in (*resting, *self._inputs.values(), self.context.positions)}
+        present = self._present(store)
         waiting = (
             tensor for values in self._values.values() for name, tensor in values.items() if not is_counted(name)
         )
         saved = {memory_of(tensor): tensor.untyped_storage().nbytes() for tensor in waiting}
         return sum(size for memory, size in saved.items() if memory not in present)
+
+    def _present(self, store: Store) -> set[StorageWeakRef]:
+        """Return the memories that are there whatever blocks keep: of weights, their sums, and the batch."""
+        resting = (tensor for flat in store.flats for tensor in (flat.values, flat.sums))
+        return {memory_of(tensor) for tensor in (*resting, *self._inputs.values(), self.context.positions)}
 
     def _links(self) -> set[tuple[bool, int, int]]:
         """Return the links of this pipeline over which a step sends: backward or not, sender, receiver."""
@@ -196,27 +203,39 @@ class RankPipeline:
         }
         return {(back, start, stop) for back, start, stop in ends if start != stop}
 
-    def _blocks_that_read(self) -> Mapping[tuple[int, str], str | None]:
-        """Return for every action's number and block the block that reads its weights next; None at the end."""
+    def _blocks_that_read(self) -> Mapping[tuple[int, str], tuple[int, str] | None]:
+        """Return for every action's number and block those at which weights are read next; None at the end."""
         order = [
             (number, name)
             for number, action in enumerate(self._actions)
             if action.kind != "W"
             for name in (list if action.kind == "F" else reversed)(list(self.stages[action.stage]))
         ]
-        following = [name for _, name in order[1:]]
-        return dict(zip(order, [*following, None], strict=True))
+        return dict(zip(order, [*order[1:], None], strict=True))
 
-    def _forward(self, store: Store, turn: int, *, ahead: bool = True) -> None:
-        """Run a forward action; ``ahead``: weights of the block that reads its own next begin to arrive."""
+    def _begin_next(self, turn: int, name: str) -> str | None:
+        """Fetch what the next block of a backward action has in host memory; return the name of the next block."""
+        if (following := self._following.get((turn, name))) is None:
+            return None
+        number, next_name = following
+        if self._actions[number].kind != "F":
+            self.host.fetch((next_name, self._actions[number].micro_batch))
+        return next_name
+
+    def _forward(self, store: Store, turn: int, *, evaluates: bool = False) -> None:
+        """Run a forward action; if it evaluates, nothing is kept for backward, and no block's weights arrive ahead."""
         stage, number = self._actions[turn].stage, self._actions[turn].micro_batch
         hidden = self._receive(self._actions[turn]) if stage else None
         run = None
         for name, run in self.stages[stage].items():
-            opened = store.opened(name, reads=True, following=self._following[turn, name] if ahead else None)
+            opened = store.opened(name, reads=True, following=None if evaluates else self._begin_next(turn, name))
             output, values = run.forward(self._source(name, run, number, hidden, opened))
             self._note(name, values)
-            self._values[name, number] = values
+            if name in self._offloaded and not evaluates:
+                self.host.put((name, number), values, self._present(store))
+            elif not evaluates:
+                self._values[name, number] = values
+            del values
             hidden = output.contiguous()  # blocks expect nothing else
         assert hidden is not None and run, "a stage has blocks"
         if stage < self.last_stage:
@@ -238,8 +257,10 @@ class RankPipeline:
             upstream = torch.ones((), dtype=formats.of("fp32"), device=formats.device)
         for name, run in reversed(list(self.stages[stage].items())):
             adds = self._adds[kind, name]
-            opened = store.opened(name, reads=kind != "W", adds=adds, following=self._following.get((turn, name)))
+            opened = store.opened(name, reads=kind != "W", adds=adds, following=self._begin_next(turn, name))
             source = self._source(name, run, number, upstream, opened)
+            if name in self._offloaded and kind != "W":
+                self._values[name, number] = self.host.take((name, number))
             values = self._values[name, number] if kind == "I" else self._values.pop((name, number))
             gradient = run.backward(kind, source, values)
             store.close(opened, [weight for weight in adds if self._complete_at[weight] == turn])

@@ -14,7 +14,7 @@ from functools import cache, lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from autoshard.cost.stages import BlockTotals, PipelineBlocks
+from autoshard.cost.stages import ON_THEIR_WAY, BlockTotals, PipelineBlocks
 from autoshard.cost.update import stored_bytes, update_cost
 from autoshard.plan.candidate import Candidate
 from autoshard.schedule.builders import builders
@@ -185,7 +185,7 @@ def _layers_s(
     of_embed, of_layer, of_head = (_states_bytes(blocks, block) for block in (blocks.embed, layer, blocks.head))
     head_saved = blocks.head.saved_bytes[0]
     ends_bytes = first * of_embed + last * (of_head + flight * head_saved)
-    moment = np.maximum(0.0, layer.moment_bytes - (last * head_saved)[:, None])
+    moment = np.maximum(0.0, layer.moment_bytes - (last * head_saved)[:, None]) + ON_THEIR_WAY * layer.host_bytes
     layer_bytes = of_layer + flight[:, None] * layer.saved_bytes + ranks.waiting[:, None] * layer.waiting_bytes
     fits = np.maximum(0.0, np.floor(((free - ends_bytes)[:, None] - moment) / np.maximum(layer_bytes, 1.0)))
     order = layer.pass_s.argsort(axis=0)

@@ -79,7 +79,7 @@ def whole_space(model: ModelSpec, cluster: Cluster, workload: Workload, engine: 
     kernels = pins.get("kernels") or default_kernels(cluster, engine)
     shared = {key: value for key, value in pins.items() if key not in (*KEYS, "sp", "recompute")}
     base = replace(Candidate(), **{**shared, "kernels": None if kernels == cluster.kernels else kernels})
-    recomputes = (pins["recompute"],) if "recompute" in pins else recompute_choices(kernels)
+    recomputes = (pins["recompute"],) if "recompute" in pins else recompute_choices(kernels, cluster)
     return Space(
         rows=dict(zip(KEYS, table.T, strict=True)),
         base=base,
@@ -96,10 +96,13 @@ def default_kernels(cluster: Cluster, engine: Engine) -> str:
     return {"nxd": "nxd", "torch": "neuron_native"}[engine]  # the kernels of Trainium's clusters are those of NxD
 
 
-def recompute_choices(kernels: str) -> tuple[tuple[Recompute, ...], ...]:
+def recompute_choices(kernels: str, cluster: Cluster) -> tuple[tuple[Recompute, ...], ...]:
     """Return the kinds of recompute that are tried, each for all stages: none, sets of operations, full.
 
-    >>> [str(entry) for (entry,) in recompute_choices("te")][:3]
+    Behind these stand some with host memory, where a program can use it and a node has any beside that of its chips.
+
+    >>> from autoshard.spec.cluster_catalogue import load_cluster
+    >>> [str(entry) for (entry,) in recompute_choices("te", load_cluster("h100-80"))][:3]
     ['none', 'selective[core_attn]', 'selective[layernorm]']
     """
     table, names = load_kernels(kernels), effective_names(kernels)
@@ -109,7 +112,10 @@ def recompute_choices(kernels: str) -> tuple[tuple[Recompute, ...], ...]:
             ops = [op for name in subset for op in table.selective[name]]
             if len(ops) == len(set(ops)):
                 kinds.append(Recompute(kind="selective", ops=subset))
-    return tuple((entry,) for entry in (*kinds, Recompute(kind="full")))
+    kinds.append(Recompute(kind="full"))
+    if cluster.host_memory_bytes and not table.host_computes:
+        kinds += [Recompute.parse(text).offloaded for text in table.offloads]
+    return tuple((entry,) for entry in kinds)
 
 
 @functools.cache

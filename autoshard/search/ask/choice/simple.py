@@ -3,7 +3,8 @@
 Layers of simple plans recompute in one or two kinds. Two such plans are compared by these criteria, in this order:
 
 1. stages: an even split of the layers before others
-2. recompute: one kind everywhere; ``full:K`` on all stages; two kinds, one per stage; ``full:K`` on some stages
+2. recompute: one kind everywhere; ``full:K`` on all stages; two kinds, one per stage; ``full:K`` on some stages; then
+   one kind or two of which any uses host memory
 3. schedule: 1f1b before all others
 4. chunks: fewer stages on a rank
 5. axes: fewer of tp, pp, cp, ep and dp above 1
@@ -17,18 +18,19 @@ count as complexity.
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations, groupby
+from itertools import combinations, combinations_with_replacement, groupby
 
 import numpy as np
 
 from autoshard.plan.candidate import even_stages
+from autoshard.plan.recompute import Recompute
 from autoshard.schedule.waves import Floats, Ints
 from autoshard.search.bound.points import Points, Solution
 from autoshard.search.fill.stage_filling import SURE, Goal, fill_stages
 from autoshard.search.fill.stage_options import ALL_RANGES, NEVER, ChunkLayers, RankOptions, StageFilling
 
 _AXES = ("tp", "pp", "cp", "ep", "dp")
-_EVEN, _UNEVEN = range(4), (4, 5)  # places in the order of stages and recompute; uneven: one kind, two kinds
+_EVEN, _UNEVEN = range(5), (5, 6)  # places in the order of stages and recompute; uneven: one kind, two kinds
 _COARSE = 3  # places of simplicity before axes and other keys: stages and recompute, schedule, chunks
 _AT_ONCE = 64  # plans that are timed together
 _TIE = 1e-9  # relative: times that differ by less count as equal
@@ -130,7 +132,8 @@ def _uneven(points: Points, goal: Goal, limit: float, num_kinds: int) -> Solutio
     assert schedule, "its points share a schedule"
     if choices.stages or choices.recompute or schedule.num_ranks == 1:
         return None
-    sets = [list(kinds) for kinds in combinations(range(len(choices.kinds)), num_kinds)]
+    on_device = [number for number, kind in enumerate(choices.kinds) if not kind.offload]
+    sets = [list(kinds) for kinds in combinations(on_device, num_kinds)]
     if not sets:  # of one kind there are no two
         return None
     among = np.zeros((len(choices.kinds), len(sets)), dtype=bool)
@@ -199,20 +202,22 @@ class EvenStages:
         """Return the pairs of options that a place in the order of recompute allows; equal options are one option."""
         options, choices = self.options.options, self.points.choices
         partly = [bool(is_partial) for is_partial in np.any(options.plain > 0, axis=(0, 2))]
+        kinds: list[int] = options.kind[0, :, 0].tolist()
+        numbers, rows = range(len(partly)), [choices.kinds[row] for row in kinds]
+        whole = [number for number in numbers if not partly[number] and not rows[number].offload]
         if choices.recompute:  # pinned
-            pairs = [(number, number) for number in range(len(partly)) if recompute == 0]
+            pairs = [(number, number) for number in numbers if recompute == 0]
         elif recompute < 2:
-            pairs = [(number, number) for number, is_partial in enumerate(partly) if is_partial == (recompute == 1)]
+            pairs = [(number, number) for number in (numbers if recompute else whole) if partly[number] == recompute]
         elif recompute == 2:
-            pairs = list(combinations([number for number, is_partial in enumerate(partly) if not is_partial], 2))
-        else:
-            rows: list[int] = options.kind[0, :, 0].tolist()
-            two = [
-                number
-                for number, row in enumerate(rows)
-                if partly[number] or choices.kinds[row].kind in ("none", "full")
-            ]
+            pairs = list(combinations(whole, 2))
+        elif recompute == 3:
+            ends = (Recompute(), Recompute(kind="full"))
+            two = [number for number in numbers if partly[number] or rows[number] in ends]
             pairs = [(first, second) for first, second in combinations(two, 2) if partly[first] or partly[second]]
+        else:
+            alike = [number for number in numbers if not partly[number]]
+            pairs = [pair for pair in combinations_with_replacement(alike, 2) if any(rows[one].offload for one in pair)]
         table = np.array(pairs, dtype=np.int64).reshape(-1, 2)
         return table[:, 0], table[:, 1]
 
