@@ -1,12 +1,14 @@
 """Activations in host memory: the same step to the last bit, in every mode and schedule, and the promised bytes."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+import autoshard.engine.torch.offloading as offloading
 from autoshard.engine.torch.fake import count_rank
 from autoshard.engine.torch.formats import Formats, memory_of
 from autoshard.engine.torch.offloading import HostMemory
@@ -156,3 +158,72 @@ def test_views_of_one_memory_come_back_as_views_of_one_memory_and_buffers_are_us
 def test_a_plan_without_offload_puts_nothing_into_host_memory() -> None:
     plan = plan_of("tp=1,pp=1,dp=1", llama(), NOTHING)
     assert "host" not in count_rank(plan, 0).memory_bytes
+
+
+class Event:
+    """What a stream has done up to here: ``needs`` are the events that come before it."""
+
+    def __init__(self, needs: set["Event"]) -> None:
+        self.needs = set(needs)
+
+    def query(self) -> bool:
+        return False
+
+
+class Stream:
+    """A stream that only notes after what its copies come."""
+
+    def __init__(self, *_: Any) -> None:
+        self.after: set[Event] = set()
+
+    def wait_stream(self, other: "Stream") -> None:
+        self.wait_event(other.record_event())
+
+    def wait_event(self, event: Event) -> None:
+        self.after |= {event, *event.needs}
+
+    def record_event(self) -> Event:
+        event = Event(self.after)
+        self.after |= {event}
+        return event
+
+
+def test_a_gpu_copies_beside_its_kernels_and_waits_before_memory_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    main = Stream()
+    current = [main]
+
+    @contextmanager
+    def entered(stream: Stream) -> Iterator[None]:
+        current.append(stream)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(offloading, "_GPU", "cpu")
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "stream", entered)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: current[-1])
+    monkeypatch.setattr(HostMemory, "_new", lambda self, size: torch.empty(size, dtype=torch.uint8).split(size))
+    host = HostMemory(torch.device("cpu"), torch.device("cpu"))
+    tensors = [torch.full((4,), float(number)) for number in range(3)]
+    copied = list[Event]()
+    for number, tensor in enumerate(tensors):
+        made = main.record_event()
+        host.put(("layer", number), {"kept": tensor}, ())
+        copied.append(host._resting["layer", number].copied)
+        assert made in copied[-1].needs, "a copy comes after what it copies"
+        assert copied[-1] not in main.after, "kernels do not wait for it"
+        assert all(event in main.after for event in copied[:-1]), "but for the copies before, whose memory is free then"
+        assert host._leaving and host._leaving[0] is host._resting["layer", number]
+    assert memory_of(host.take(("layer", 2))["kept"]) == memory_of(tensors[2]), "it was still on the device"
+    host.fetch(("layer", 1))
+    arrived = host._resting["layer", 1].arrived
+    assert copied[1] in arrived.needs and arrived not in main.after, (
+        "it is fetched once the host has it, beside kernels"
+    )
+    assert host.take(("layer", 1))["kept"].tolist() == [1.0] * 4 and arrived in main.after
+    host.put(("layer", 3), {"kept": tensors[0]}, ())
+    assert arrived in host._resting["layer", 3].copied.needs, "its buffer is used again once it was read"
+    assert host.take(("layer", 0))["kept"].tolist() == [0.0] * 4 and current == [main]
+    assert [*host._resting] == [("layer", 3)]
+    host.settle()
+    assert host._leaving is None and host._resting["layer", 3].copied in main.after

@@ -32,7 +32,7 @@ from autoshard.report.plan_sheets import (
 from autoshard.report.sheet import Bar, Node, Table, plain
 from autoshard.report.structured import answers_json
 from autoshard.report.terminal import drawn, make_console
-from autoshard.report.words import TIME_WORDS, ratio_words
+from autoshard.report.words import TIME_WORDS, again_of, layout_words, ratio_words
 from autoshard.search.ask.planner import SearchResult, search
 from autoshard.spec.record import encode
 from tests.plan.cases import ask, plan_of, with_prediction
@@ -182,8 +182,13 @@ def test_every_part_of_the_time_has_words_of_its_own():
     slow = replace(uncalibrated(), launch_s=1e-4, step_s=0.25)
     gpu = predicted(tabled(plan_of(ask("llama3-8b", "h100-80", 1), "tp=2,pp=2,cp=2,dp=1,kernels=te")), slow)
     experts = predicted(tabled(plan_of(ask("mixtral-8x7b", "h100-80", 1), "tp=2,ep=2,dp=4")), slow)
+    host = predicted(tabled(plan_of(ask("llama3-8b", "a100-80", 1), "tp=2,pp=2,dp=2,recompute=none/full+offload")))
     assert gpu.prediction and experts.prediction
-    assert {*gpu.prediction.time_parts, *experts.prediction.time_parts} == set(TIME_WORDS)
+    alone = predicted(tabled(plan_of(ask("llama3-8b", "a100-80", 1), "tp=2,pp=2,dp=2,recompute=none+offload")))
+    parts = (plan.prediction.time_parts for plan in (gpu, experts, alone) if plan.prediction)
+    assert set().union(*parts) == set(TIME_WORDS)
+    assert "no recompute, activations in host memory" in layout_words(alone)
+    assert again_of(host, [1]) == "everything (host memory)" and again_of(host, [0]) == "nothing"
     assert len(set(TIME_WORDS.values())) == len(TIME_WORDS)
     assert "waiting in the pipeline" in printed(time_sheet(figures(gpu)))
     assert "expert-parallel" in printed(time_sheet(figures(experts)))
