@@ -203,11 +203,12 @@ def _words(layers: Sequence[int]) -> str:
 
 
 def _heaviest(change: _Rewriting) -> Recompute:
-    """Return the recompute of a plan's stages that computes most again: what fits with another fits with it."""
+    """Return the recompute of a plan's stages that holds least: what fits with another fits with it, or nothing does."""
 
     def weight(kind: Recompute) -> tuple[int, int]:
         order = {"none": 0, "selective": 1, "full": 2 if kind.num_layers else 3}
-        return order[kind.kind], kind.num_layers or len(load_kernels(change.kernels).resolve(kind.ops))
+        place = 4 if kind.offload else order[kind.kind]
+        return place, kind.num_layers or len(load_kernels(change.kernels).resolve(kind.ops))
 
     return max(change.candidate.recompute, key=weight)
 
@@ -238,7 +239,7 @@ def _is_part(change: _Rewriting) -> bool:
 def _kinds(change: _Rewriting) -> Iterator[Recompute]:
     """Yield the kinds of the candidate's recompute that the program can say."""
     limits = change.program.limits
-    for kind in set(change.candidate.recompute):
+    for kind in {kind for kind in change.candidate.recompute if not kind.offload}:
         if kind.kind == "selective":
             if "selective" in limits.recompute and _is_nameable(change, kind):
                 yield kind
@@ -264,7 +265,7 @@ def _nearest(change: _Rewriting, kind: Recompute) -> Recompute:
     limits, table = change.program.limits, load_kernels(change.kernels)
     if kind in set(_kinds(change)):
         return kind
-    if kind.kind == "selective" and "selective" in limits.recompute:
+    if kind.kind == "selective" and "selective" in limits.recompute and not kind.offload:
         need = set(table.resolve(kind.ops))
         choices = limits.selective if limits.selective is not None else tuple((name,) for name in table.selective)
         for count in range(1, len(choices) + 1):

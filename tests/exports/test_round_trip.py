@@ -17,7 +17,7 @@ from autoshard.imports.table import OtherProgram
 from autoshard.plan.build import build_plan
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.plan import Plan
-from autoshard.plan.recompute import Recompute
+from autoshard.plan.recompute import Recompute, parse_stages
 from autoshard.spec.cluster_catalogue import load_cluster
 from autoshard.spec.kernels import library_names, load_kernels
 from autoshard.spec.model import Router
@@ -223,6 +223,17 @@ def test_differences_say_what_is_lost_and_what_is_done_instead() -> None:
     assert "zb_h1 -> 1f1b" in words["torchtitan"][0] and by_name["torchtitan"].candidate.stages == (7, 8, 8, 9)
     assert words["accelerate"][0] == "pipeline stages (pp=4) -> these ranks are replicas with ZeRO-3"
     assert by_name["deepspeed"].candidate.dp == 4
+
+
+@pytest.mark.parametrize("stages", ["none+offload", "none/selective[norms]+offload"])
+def test_programs_that_keep_activations_on_the_device_recompute_all_instead_of_offloading(stages: str) -> None:
+    plan = plan_at("llama3-8b", Candidate(tp=2, pp=2, dp=2, recompute=parse_stages(stages)))
+    for name, program in WRITTEN.items():
+        if name == "nxdt":  # which takes no plan for GPUs
+            continue
+        found = expressed(plan, program)
+        assert found.candidate.recompute == (Recompute(kind="full"),), name
+        assert any("+offload" in one.what and "full" in one.instead for one in found.differences)
 
 
 @pytest.mark.parametrize("name", WRITTEN)
