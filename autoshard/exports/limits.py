@@ -203,7 +203,7 @@ def _words(layers: Sequence[int]) -> str:
 
 
 def _heaviest(change: _Rewriting) -> Recompute:
-    """Return the recompute of a plan's stages that holds least: what fits with another fits with it, or nothing does."""
+    """Return the recompute of a plan's stages that holds least: what fits with another fits with it."""
 
     def weight(kind: Recompute) -> tuple[int, int]:
         order = {"none": 0, "selective": 1, "full": 2 if kind.num_layers else 3}

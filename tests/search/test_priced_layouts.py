@@ -33,6 +33,8 @@ CASES = {
     "partly-full": ("llama3-8b", "trn1.32xlarge", 4, "recompute=full:2"),
     "per-stage": ("llama3-8b", "trn1.32xlarge", 4, "pp=2,stages=15/17,recompute=full/none"),
     "dense-gpu": ("llama3-8b", "h100-80", 4, ""),
+    "host-memory": ("llama3-8b", "a100-80", 2, "recompute=selective[activation,norms]+offload"),
+    "host-memory-per-stage": ("llama3-8b", "a100-80", 2, "pp=2,stages=15/17,recompute=full/none+offload"),
     "copied-keys-recomputed": ("llama3-8b", "h100-80", 2, "recompute=selective[activation,norms]"),
     "narrow-states": ("tiny-deepseek", "h100-80", 1, ""),
     "experts-zero-3": ("mixtral-8x7b", "h100-80", 2, "zero=3"),
