@@ -286,9 +286,7 @@ def price_stages(blocks: PipelineBlocks, options: StageOptions) -> StagePrices:
     kernels = load_kernels(blocks.question.kernels)
     host_bytes: Floats = np.zeros(1)
     if any(layer.host_bytes.any() for layer in blocks.layers):
-        host_bytes = most_kept(schedule, total("host_bytes"), 0.0 * waiting)
-        moving = (np.where(slot.count > 0, slot.block.host_bytes[slot.row], 0.0) for slot in slots)
-        memory["moving"] = ON_THEIR_WAY * reduce(np.maximum, moving).max(axis=2)
+        memory["moving"], host_bytes = _in_host_memory(schedule, slots)
         if kernels.host_computes:  # host memory is that of the rank
             memory["host"] = host_bytes
     share = kernels.reserved.share if kernels.reserved else 0.0
@@ -310,6 +308,25 @@ def price_stages(blocks: PipelineBlocks, options: StageOptions) -> StagePrices:
         weights=weights,
         num_blocks=np.broadcast_to(options.num_layers, slots[1].count.shape[:2]) + counts.ends[:, None],
     )
+
+
+def _in_host_memory(schedule: Schedule, slots: Sequence[ChunkBlock]) -> tuple[Floats, Floats]:
+    """Return what is on its way to or from host memory, and the most that lies there: [rank, option, candidate].
+
+    Few options have any.
+    """
+    layers = [slot for slot in slots if slot.part == "recomputed"]
+    rows = [np.atleast_3d(slot.row) for slot in layers]
+    used = [slot.block.host_bytes.max(axis=1)[row] for slot, row in zip(layers, rows, strict=True)]
+    options = np.flatnonzero(np.max(used, axis=(0, 1, 3)))
+    sizes = [slot.block.host_bytes[row[:, options]] for slot, row in zip(layers, rows, strict=True)]
+    counts = [slot.count[:, options] for slot in layers]
+    moving, most = np.zeros((2, *layers[0].count.shape[:2], layers[0].block.host_bytes.shape[1]))
+    kept: Floats = reduce(np.add, (count * size for count, size in zip(counts, sizes, strict=True)))
+    most[:, options] = most_kept(schedule, kept, 0.0 * kept)
+    on_their_way = (np.where(count > 0, size, 0.0) for count, size in zip(counts, sizes, strict=True))
+    moving[:, options] = ON_THEIR_WAY * reduce(np.maximum, on_their_way).max(axis=2)
+    return moving, most
 
 
 def _queued_bytes(blocks: PipelineBlocks, total: Callable[[str], Floats], kernels: Kernels) -> Floats:

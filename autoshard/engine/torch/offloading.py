@@ -48,7 +48,7 @@ def slab_of(size: int) -> tuple[int, int]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _View:
+class _TensorPlace:
     """A tensor as it lies in one of several memories."""
 
     memory: int
@@ -70,7 +70,7 @@ class _Resting:
 
     order: tuple[str, ...]  # names of all values
     stays: Values  # what is no memory of its own: counts of rows, weights, inputs
-    views: Mapping[str, _View]
+    views: Mapping[str, _TensorPlace]
     memories: Sequence[_Memory]  # of the host
     copied: Any = None  # the event after which the host has them
     here: Sequence[_Memory] | None = None  # on the device again, or still
@@ -97,7 +97,12 @@ class HostMemory:
     def put(self, key: Key, values: Values, remains: Collection[StorageWeakRef]) -> None:
         """Begin to copy to the host what a block keeps, but for memories that remain on the device anyway."""
         self.settle()
-        memories, numbers, views, stays = list[_Memory](), dict[StorageWeakRef, int](), dict[str, _View](), Values()
+        memories, numbers, views, stays = (
+            list[_Memory](),
+            dict[StorageWeakRef, int](),
+            dict[str, _TensorPlace](),
+            Values(),
+        )
         for name, value in values.items():
             if (
                 not isinstance(value, torch.Tensor)
@@ -110,7 +115,7 @@ class HostMemory:
             number = numbers.setdefault(memory_of(value), len(memories))
             if number == len(memories):
                 memories.append(_bytes_of(value))
-            views[name] = _View(
+            views[name] = _TensorPlace(
                 memory=number,
                 dtype=value.dtype,
                 size=value.size(),
