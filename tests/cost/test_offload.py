@@ -26,9 +26,9 @@ def plan(text: str, cluster: str = "h100-80", model: str = "llama3-8b", nodes: i
     return predicted(tabled(plan_of(ask(model, cluster, nodes, global_batch=32), text)))
 
 
-def parts(found: Plan) -> Prediction:
-    assert found.prediction
-    return found.prediction
+def parts(chosen: Plan) -> Prediction:
+    assert chosen.prediction
+    return chosen.prediction
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -55,9 +55,9 @@ def test_a_pass_hides_as_much_of_the_way_as_it_takes():
         block(seconds={"F": {"compute": 1.0}, "I": {"tp": 2.0}, "W": {"compute": 3.0}}),
         memory=replace(block().memory, saved_bytes=200e9),
     )  # 4 s at 50 GB/s
-    found = offloaded(cost, question)
-    assert (found.seconds["F"]["host"], found.seconds["I"]["host"]) == (3.0, 0.0)
-    assert (found.memory.saved_bytes, found.memory.host_bytes) == (0.0, 200e9)
+    chosen = offloaded(cost, question)
+    assert (chosen.seconds["F"]["host"], chosen.seconds["I"]["host"]) == (3.0, 0.0)
+    assert (chosen.memory.saved_bytes, chosen.memory.host_bytes) == (0.0, 200e9)
     columns = offloaded(replace(cost, memory=replace(cost.memory, saved_bytes=np.array([0.0, 400e9]))), question)
     assert [list(columns.seconds[half]["host"]) for half in "FI"] == [[0.0, 7.0], [0.0, 3.0]]
 
@@ -73,12 +73,12 @@ def test_a_host_that_computes_copies_meanwhile_nothing_and_holds_the_same_bytes(
 
 @pytest.mark.parametrize("shape", ["tp=2,pp=4,recompute=none+offload", "tp=1,pp=2,recompute=full/none+offload"])
 def test_timelines_and_passes_add_up_to_what_is_predicted(shape: str):
-    found = plan(shape, cluster="a100-80")
-    timeline, prediction = timeline_of(found), parts(found)
+    chosen = plan(shape, cluster="a100-80")
+    timeline, prediction = timeline_of(chosen), parts(chosen)
     assert prediction.time_parts["host"] > 0, "12.5 GB/s are few"
     assert timeline.end_s == pytest.approx(prediction.step_time_s, rel=1e-6)
     assert [rank.most_bytes for rank in timeline.ranks] == [memory.total for memory in prediction.stage_memory]
-    inside, last = PassContents(found), len(found.stages) - 1
+    inside, last = PassContents(chosen), len(chosen.stages) - 1
     for kind in "FB":
         pieces = [piece for of_block in inside.of(kind, last) for piece in of_block.pieces]
         seconds = sum(piece.time_s for piece in pieces if piece.part == "host")
@@ -92,13 +92,15 @@ def test_tables_are_those_of_the_same_plan_without_host_memory():
 
 
 def test_more_than_a_node_has_is_refused():
-    found = plan("tp=1,pp=2,recompute=none+offload")
-    assert verify(found) == () or {one.rule_id for one in verify(found)} == {"memory"}
-    small = replace(found.cluster, host_memory_bytes=2**30)
-    reasons = {one.rule_id: one.message for one in verify(predicted(replace(found, cluster=small, prediction=None)))}
+    chosen = plan("tp=1,pp=2,recompute=none+offload")
+    assert verify(chosen) == () or {reason.rule_id for reason in verify(chosen)} == {"memory"}
+    small = replace(chosen.cluster, host_memory_bytes=2**30)
+    reasons = {
+        reason.rule_id: reason.message for reason in verify(predicted(replace(chosen, cluster=small, prediction=None)))
+    }
     assert "the 8 ranks of a node are predicted to keep" in reasons["host-memory"]
     assert "of which a plan may fill 768" in reasons["host-memory"]
-    assert predict(found).stage_memory[0].host_bytes * 8 < 0.75 * (found.cluster.host_memory_bytes or 0)
+    assert predict(chosen).stage_memory[0].host_bytes * 8 < 0.75 * (chosen.cluster.host_memory_bytes or 0)
 
 
 @pytest.mark.parametrize("name", kernels_names())

@@ -231,9 +231,9 @@ def test_programs_that_keep_activations_on_the_device_recompute_all_instead_of_o
     for name, program in WRITTEN.items():
         if name == "nxdt":  # which takes no plan for GPUs
             continue
-        found = expressed(plan, program)
-        assert found.candidate.recompute == (Recompute(kind="full"),), name
-        assert any("+offload" in one.what and "full" in one.instead for one in found.differences)
+        layout = expressed(plan, program)
+        assert layout.candidate.recompute == (Recompute(kind="full"),), name
+        assert any("+offload" in loss.what and "full" in loss.instead for loss in layout.differences)
 
 
 @pytest.mark.parametrize("name", WRITTEN)

@@ -16,9 +16,11 @@ MIB = 2**20
 @pytest.mark.parametrize("kind", ["none", "full"])
 def test_ranks_on_one_gpu_make_the_same_step_to_the_last_bit(text: str, kind: str) -> None:
     model = llama(head_dim=8, num_layers=4)
-    one, other = (Task.of(plan_of(text.format(drop), model)) for drop in (kind, f"{kind}+offload"))
+    alone, beside = (Task.of(plan_of(text.format(drop), model)) for drop in (kind, f"{kind}+offload"))
     for exact in (True, False):
-        for here, there in zip(shares_on("cuda", one, exact=exact), shares_on("cuda", other, exact=exact), strict=True):
+        for here, there in zip(
+            shares_on("cuda", alone, exact=exact), shares_on("cuda", beside, exact=exact), strict=True
+        ):
             same(here, there)
 
 

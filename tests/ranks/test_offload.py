@@ -77,8 +77,8 @@ def both(pair: tuple[Task, Task], formats: Formats, mode: EngineMode) -> list[tu
 
 def hold_alike(pair: tuple[Task, Task], formats: Formats, mode: EngineMode) -> None:
     offloads = [stage.recompute.offload for stage in pair[1].plan.stages]
-    for (one, held), (other, held_too) in on_ranks(pair[0].plan.mesh.num_ranks, both, pair, formats, mode):
-        same(one, other)
+    for (alone, held), (beside, held_too) in on_ranks(pair[0].plan.mesh.num_ranks, both, pair, formats, mode):
+        same(alone, beside)
         assert held.sent_bytes == held_too.sent_bytes
         assert all(offloads) and "host" not in held.memory_bytes
         assert held_too.memory_bytes["host"] > 0 and held_too.memory_bytes["saved"] < held.memory_bytes["saved"]
@@ -112,8 +112,8 @@ def test_stages_may_follow_lists_that_no_builder_makes() -> None:
     def listed(plan: Plan) -> Plan:
         return replace(plan, schedule=replace(plan.schedule, actions=actions))
 
-    one, other = tasks("tp=1,pp=2,dp=1,recompute=none", llama(num_layers=4), global_batch=3)
-    pair = (replace(one, plan=listed(one.plan)), replace(other, plan=listed(other.plan)))
+    alone, beside = tasks("tp=1,pp=2,dp=1,recompute=none", llama(num_layers=4), global_batch=3)
+    pair = (replace(alone, plan=listed(alone.plan)), replace(beside, plan=listed(beside.plan)))
     hold_alike(pair, EXACT, "literal")
 
 
@@ -146,12 +146,12 @@ def test_views_of_one_memory_come_back_as_views_of_one_memory_and_buffers_are_us
     for number in range(3):
         host.put(("layer.0", number), dict(kept), {memory_of(weight)})
         host.fetch(("layer.1", number))
-        found = host.take(("layer.0", number))
+        taken = host.take(("layer.0", number))
         memories |= {part.data_ptr() for parts in host._spare.values() for part, _ in parts}
-        assert list(found) == list(kept) and found["b.ends"] is kept["b.ends"] and found["c"] is kept["c"]
-        assert memory_of(found["a"]) == memory_of(found["d"]) != memory_of(whole)
+        assert list(taken) == list(kept) and taken["b.ends"] is kept["b.ends"] and taken["c"] is kept["c"]
+        assert memory_of(taken["a"]) == memory_of(taken["d"]) != memory_of(whole)
         for name, value in expected.items():
-            assert found[name].equal(value) and found[name].stride() == kept[name].stride()
+            assert taken[name].equal(value) and taken[name].stride() == kept[name].stride()
     assert host.most_bytes == whole.nbytes and len(memories) == 1
 
 
@@ -176,8 +176,8 @@ class Stream:
     def __init__(self, *_: Any) -> None:
         self.after: set[Event] = set()
 
-    def wait_stream(self, other: "Stream") -> None:
-        self.wait_event(other.record_event())
+    def wait_stream(self, stream: "Stream") -> None:
+        self.wait_event(stream.record_event())
 
     def wait_event(self, event: Event) -> None:
         self.after |= {event, *event.needs}
@@ -207,10 +207,10 @@ def test_a_gpu_copies_beside_its_kernels_and_waits_before_memory_is_used_again(m
     tensors = [torch.full((4,), float(number)) for number in range(3)]
     copied = list[Event]()
     for number, tensor in enumerate(tensors):
-        made = main.record_event()
+        computed = main.record_event()
         host.put(("layer", number), {"kept": tensor}, ())
         copied.append(host._resting["layer", number].copied)
-        assert made in copied[-1].needs, "a copy comes after what it copies"
+        assert computed in copied[-1].needs, "a copy comes after what it copies"
         assert copied[-1] not in main.after, "kernels do not wait for it"
         assert all(event in main.after for event in copied[:-1]), "but for the copies before, whose memory is free then"
         assert host._leaving and host._leaving[0] is host._resting["layer", number]

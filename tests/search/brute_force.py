@@ -437,9 +437,9 @@ def requests(draw: Any) -> Request:
             pins[key] = draw(st.sampled_from(values))
     if draw(st.booleans()) and pp > 1:
         pins["schedule"] = draw(st.sampled_from([*BUILDERS]))
-    own = load_cluster("local", 1, ranks=ranks)
-    chip = replace(own.chip, memory_bytes=2**34)  # not what this machine has: runtimes of GPUs fit too
-    cluster, kernels = replace(own, chip=chip), draw(st.sampled_from(KERNELS))
+    machine = load_cluster("local", 1, ranks=ranks)
+    chip = replace(machine.chip, memory_bytes=2**34)  # not what this machine has: runtimes of GPUs fit too
+    cluster, kernels = replace(machine, chip=chip), draw(st.sampled_from(KERNELS))
     if kernels == "torch_engine_gpu":  # of all programs that one alone uses host memory, if there is any
         memory, link = draw(st.sampled_from([2**18, 2**22, 2**40])), draw(st.sampled_from([1e7, 1e9, 1e12]))
         cluster = with_host_memory(cluster, memory, link)

@@ -62,7 +62,7 @@ def test_no_recompute_takes_or_keeps_less_than_its_bound(case):
             for name in ("forward_s", "input_s", "weight_s", "saved_bytes", "waiting_bytes"):
                 assert (getattr(bound, name) <= getattr(layer, name) * SURE).all(), name
             held, at_least = (
-                one.saved_bytes + one.moment_bytes + 3 * one.host_bytes for one in (layer, bound)
+                block.saved_bytes + block.moment_bytes + 3 * block.host_bytes for block in (layer, bound)
             )  # of host memory three layers are on their way
             assert (at_least <= held * SURE).all()
             on_device = [not kind.offload for kind in exact.kinds]

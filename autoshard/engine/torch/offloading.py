@@ -48,7 +48,7 @@ def slab_of(size: int) -> tuple[int, int]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _TensorPlace:
+class _LyingTensor:
     """A tensor as it lies in one of several memories."""
 
     memory: int
@@ -70,7 +70,7 @@ class _Resting:
 
     order: tuple[str, ...]  # names of all values
     stays: Values  # what is no memory of its own: counts of rows, weights, inputs
-    views: Mapping[str, _TensorPlace]
+    views: Mapping[str, _LyingTensor]
     memories: Sequence[_Memory]  # of the host
     copied: Any = None  # the event after which the host has them
     here: Sequence[_Memory] | None = None  # on the device again, or still
@@ -100,7 +100,7 @@ class HostMemory:
         memories, numbers, views, stays = (
             list[_Memory](),
             dict[StorageWeakRef, int](),
-            dict[str, _TensorPlace](),
+            dict[str, _LyingTensor](),
             Values(),
         )
         for name, value in values.items():
@@ -115,7 +115,7 @@ class HostMemory:
             number = numbers.setdefault(memory_of(value), len(memories))
             if number == len(memories):
                 memories.append(_bytes_of(value))
-            views[name] = _TensorPlace(
+            views[name] = _LyingTensor(
                 memory=number,
                 dtype=value.dtype,
                 size=value.size(),

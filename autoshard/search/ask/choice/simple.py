@@ -217,7 +217,9 @@ class EvenStages:
             pairs = [(first, second) for first, second in combinations(two, 2) if partly[first] or partly[second]]
         else:
             alike = [number for number in numbers if not partly[number]]
-            pairs = [pair for pair in combinations_with_replacement(alike, 2) if any(rows[one].offload for one in pair)]
+            pairs = [
+                pair for pair in combinations_with_replacement(alike, 2) if any(rows[number].offload for number in pair)
+            ]
         table = np.array(pairs, dtype=np.int64).reshape(-1, 2)
         return table[:, 0], table[:, 1]
 
