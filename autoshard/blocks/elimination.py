@@ -23,6 +23,7 @@ _CELLS = 1 << 17  # of a joint table that is held in one piece; measured: those 
 # The most cells of all joint tables together, which take some seconds, and beyond that of the joint table of a part.
 # Measured: models with linear attention, whose joint tables would have 10^12 cells, are solved without a gap.
 CELLS = (1 << 30, 1 << 22)
+_MOST_AXES = 63  # of an array of numpy, and one for the column
 _LEAST = 1e-12  # share of a sum by which a change must lower it, so that rounding leads nowhere
 
 
@@ -62,6 +63,13 @@ class CostFactor:
             return self
         place = tuple(values if variable == name else slice(None) for variable in self.variables)
         return CostFactor(variables=self.variables, table=self.table[place])
+
+    def chosen(self, sizes: Mapping[str, int]) -> "CostFactor":
+        """Return the costs over the variables that have a choice."""
+        free = tuple(name for name in self.variables if sizes[name] > 1 or name == COLUMN)
+        if free == self.variables:
+            return self
+        return CostFactor(variables=free, table=self.table.reshape([sizes[name] for name in free]))
 
     def reduced(self, variables: Sequence[str]) -> Table:
         """Return the least costs for each choice of some of its variables, axes in the order given."""
@@ -156,11 +164,11 @@ def eliminate(sizes: Mapping[str, int], factors: Sequence[CostFactor], cells: tu
     >>> found.cost, found.choices()
     (1.0, {'a': 0, 'b': 1})
     """
-    pending = list(factors)
     steps: list[EliminationStep] = []
     free = tuple((name, size) for name, size in sizes.items() if name != COLUMN)
     scopes = tuple(tuple(name for name in factor.variables if name != COLUMN) for factor in factors)
-    order, needed = _order(free, scopes)
+    order, needed, widest = _order(free, scopes)
+    pending = [factor.chosen(sizes) for factor in factors] if widest > _MOST_AXES else list(factors)
     most = prod(sizes.values()) if needed <= cells[0] else cells[1]
     for variable in order:
         touching = [factor for factor in pending if variable in factor.variables]
@@ -246,25 +254,30 @@ def _of_values(variable: str, sizes: Mapping[str, int], factors: Sequence[CostFa
 
 
 @lru_cache(maxsize=64)  # problems of one block ask for the same order again and again
-def _order(sizes: tuple[tuple[str, int], ...], scopes: tuple[tuple[str, ...], ...]) -> tuple[tuple[str, ...], int]:
-    """Return the variables in the order of their elimination, of equals the first by name, and the cells of it all."""
+def _order(
+    sizes: tuple[tuple[str, int], ...], scopes: tuple[tuple[str, ...], ...]
+) -> tuple[tuple[str, ...], int, int]:
+    """Return the variables in the order of their elimination, of equals the first by name.
+
+    The cells of all joint tables follow, and the variables of the widest one.
+    """
     size = dict(sizes)
     around = {name: {name} for name in size}
     for scope in scopes:
         for name in scope:
             around[name].update(scope)
     joint = {name: prod(size[neighbour] for neighbour in neighbours) for name, neighbours in around.items()}
-    order, cells = list[str](), 0
+    order, cells, widest = list[str](), 0, 0
     while joint:
         variable = min(joint, key=lambda name: (joint[name], name))
-        cells += joint[variable]
+        cells, widest = cells + joint[variable], max(widest, len(around[variable]))
         neighbours = around.pop(variable) - {variable}
         del joint[variable]
         for name in neighbours:
             around[name] = (around[name] | neighbours) - {variable}
             joint[name] = prod(size[neighbour] for neighbour in around[name])
         order.append(variable)
-    return tuple(order), cells
+    return tuple(order), cells, widest
 
 
 def _pieces(

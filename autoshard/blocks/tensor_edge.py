@@ -24,6 +24,7 @@ from autoshard.layout.redistribute import only_gathers
 Mask = NDArray[np.bool_]
 Readers = tuple[str, ...]
 _MOST_COMBINATIONS = 1 << 13  # measured: of more, a table takes longer than it saves
+_MOST_READERS = 10  # there is a group for each set of readers; experts in a list are dozens of readers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +63,8 @@ class TensorEdge:
         self._joint: dict[Readers, NDArray[np.intp]] = {}
         self._renamed: dict[Layout, Layout] = {}
         counts = [len(self.deliveries((name,))) for name in self._names]
-        self._groups = self._as_made_groups() if math.prod(counts) <= _MOST_COMBINATIONS else ()
+        few = len(counts) <= _MOST_READERS and math.prod(counts) <= _MOST_COMBINATIONS
+        self._groups = self._as_made_groups() if few else ()
         self.variables = {f"{deliver.name} to {name}": self.deliveries((name,)) for name in self._names}
         if not self._groups:
             self.variables = {deliver.name: self.deliveries(self._names)}

@@ -137,6 +137,14 @@ def test_a_variable_in_no_factor_takes_its_first_value() -> None:
     assert (alone.cost, alone.choices()) == (1.0, {"a": 1, "b": 0})
 
 
+def test_more_variables_without_a_choice_than_an_array_has_axes_are_minimised() -> None:
+    names = [f"v{number}" for number in range(80)]
+    factors = [CostFactor(variables=("a", name), table=np.array([[3.0], [1.0]])) for name in names]
+    hub = CostFactor(variables=("a", "b"), table=np.array([[0.0, 5.0], [7.0, 2.0]]))
+    found = eliminate({"a": 2, "b": 2, **dict.fromkeys(names, 1)}, [*factors, hub])
+    assert (found.cost, found.choices()) == (82.0, {"a": 1, "b": 1, **dict.fromkeys(names, 0)})
+
+
 @given(seed=SEEDS, share=st.floats(-0.2, 1.2))
 def test_any_limit_is_answered_as_by_trying_everything(seed: int, share: float) -> None:
     instance = random_instance(seed)

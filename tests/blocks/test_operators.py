@@ -215,6 +215,26 @@ def test_one_reader_takes_its_share_while_another_needs_all_gathered(monkeypatch
     assert solve(problem).cost_s > found.cost_s * 1.01
 
 
+@pytest.mark.parametrize("atoms", [{}, {"tp": 2}], ids=["whole", "cut"])
+def test_dozens_of_readers_of_a_tensor_are_no_dozens_of_axes(atoms: Mapping[str, int]) -> None:
+    b = BlockBuilder(Precision.named("bf16"))  # experts in a list, which all read the tokens
+    x = total = b.add("x", ("batch", "seq", "hidden"))
+    for number in range(24):
+        up = b.emit(
+            f"up{number}", Einsum(dims=("batch", "seq", "ffn")), x, b.weight(f"up{number}.weight", "ffn", "hidden")
+        )
+        down = b.weight(f"down{number}.weight", "hidden", "ffn")
+        total = b.emit(
+            f"add{number}", Add(), b.emit(f"down{number}", Einsum(dims=("batch", "seq", "hidden")), up, down), total
+        )
+    problem = OperatorProblem(
+        block=closed_block(b, x, total), sizes={"batch": 1, "seq": 4096, "hidden": 1024, "ffn": 1024}, atoms=atoms,
+        boundary={}, rates=RATES, seconds=seconds_of(atoms),
+    )  # fmt: skip
+    found = solve(problem)
+    assert found.gap == 0 and all(found.cuts[f"up{number}"].get("ffn", ()) == tuple(atoms) for number in range(24))
+
+
 def test_a_router_reads_its_tokens_where_they_were_made(monkeypatch: pytest.MonkeyPatch) -> None:
     along: Cuts = {"seq": ("tp",)}
     pins: dict[str, Cuts] = {"mlp_norm": along, "router": along, "dispatch": {}}
