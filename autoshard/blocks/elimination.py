@@ -254,9 +254,7 @@ def _of_values(variable: str, sizes: Mapping[str, int], factors: Sequence[CostFa
 
 
 @lru_cache(maxsize=64)  # problems of one block ask for the same order again and again
-def _order(
-    sizes: tuple[tuple[str, int], ...], scopes: tuple[tuple[str, ...], ...]
-) -> tuple[tuple[str, ...], int, int]:
+def _order(sizes: tuple[tuple[str, int], ...], scopes: tuple[tuple[str, ...], ...]) -> tuple[tuple[str, ...], int, int]:
     """Return the variables in the order of their elimination, of equals the first by name.
 
     The cells of all joint tables follow, and the variables of the widest one.

@@ -241,14 +241,15 @@ def _experts(flow: SegmentFlow) -> Iterator[Piece]:
     if not stacked:
         return
     path, weights = min(owner for owner, _ in stacked), list(dict.fromkeys(value for _, value in stacked))
-    inside = [step for step in steps if step.path == path or step.path.startswith(f"{path}.")]
-    exits = flow.exits(inside)
     topk = choices[_sizes(weights[0])[0]]
-    if len(exits) != 1:
-        raise InputError.of(path, "has weights of several experts, but gives several tensors")
     router = next((step for step in reversed(flow.closure(topk.makes, [])) if step.sort == "product"), None)
     if router is None:
         raise InputError.of(path, "has weights of several experts, but no product makes the logits of their router")
+    x = next(flow.root(read.value) for read in router.reads if flow.root(read.value).origin == "made")
+    inside = _of_experts(flow, path, (x, router.makes), weights)
+    exits = flow.exits(inside)
+    if len(exits) != 1:
+        raise InputError.of(path, "has weights of several experts, but gives several tensors")
     inner_values = {step.makes for step in inside}
     routing = [
         step
@@ -258,21 +259,47 @@ def _experts(flow: SegmentFlow) -> Iterator[Piece]:
         if router.makes in _sources(flow, step.makes)
     ]
     expert_steps = tuple(step for step in steps if step in {*inside, *routing, router})
-    x = next(flow.root(read.value) for read in router.reads if flow.root(read.value).origin == "made")
     table = next(read for read in router.reads if flow.root(read.value).origin == "parameter")
     weight = WeightPart(value=table.value, dims=shape(table.positions))
+    logit_dims = {*router.makes.dims}
+    scored = logit_dims | {dim for step in expert_steps if name_of(step) == "topk" for dim in step.makes.dims}
+    scores = [step for step in expert_steps if {*step.makes.dims} <= scored]
+    of_chosen = {name_of(step) for step in scores if not {*step.makes.dims} <= logit_dims}
     (hidden,) = (dim.size for dim in weight.dims if dim in x.dims)
     width, is_gated = _width([_sizes(value) for value in weights], hidden)
     detail = ExpertsDetail(
         num_experts=topk.reads[0].value.dims[-1].size, choices=topk.makes.dims[-1].size, width=width, is_gated=is_gated,
         activation=next((function for step in inside if (function := _activation(flow, step))), None),
-        is_normalised=any(name_of(step) == "div" for step in routing),
-        by_sigmoid=any(name_of(step) == "sigmoid" for step in routing),
+        is_normalised=not of_chosen.isdisjoint(("div", "softmax", "_softmax")),
+        by_sigmoid=any(name_of(step) == "sigmoid" for step in scores),
     )  # fmt: skip
     yield Piece(
         kind="experts", steps=expert_steps, reads=(x,), makes=exits[0], dims=exits[0].dims, experts=detail,
         weights=(weight, *(WeightPart(value=value, dims=value.dims) for value in weights)),
     )  # fmt: skip
+
+
+def _of_experts(
+    flow: SegmentFlow, path: str, routed: tuple[Traced, Traced], weights: Sequence[Traced]
+) -> Sequence[TracedStep]:
+    """Return the steps of a submodule that make the result of its experts, without those of what is added to it.
+
+    ``routed`` are what the router takes, and its logits.
+    """
+    (x, logits), stacked = routed, {*weights}
+    inside = [step for step in flow.segment.steps if step.path == path or step.path.startswith(f"{path}.")]
+    value = end = flow.root(inside[-1].makes)
+    while step := flow.maker.get(value):
+        operands = {operand: _sources(flow, operand) for operand in flow.operands(step)}
+        of_experts = [operand for operand, sources in operands.items() if sources & stacked]
+        if len(of_experts) != 1:
+            break
+        (value,) = of_experts
+        beside = [sources for operand, sources in operands.items() if operand is not value]
+        if beside and not any(logits in sources for sources in beside) and {*value.dims} == {*x.dims}:
+            end = value
+    made_by = {*flow.closure(end, [x])}
+    return [step for step in inside if step in made_by]
 
 
 def _width(shapes: Sequence[tuple[int, ...]], hidden: int) -> tuple[int, bool]:

@@ -66,6 +66,48 @@ def test_a_shared_expert_is_as_wide_as_it_is():
     assert known("Qwen2-MoE, with a shared expert").widths == (16, 32)
 
 
+class Mixture(nn.Module):
+    """Stacked experts, and one that all tokens go to, in one module."""
+
+    def __init__(self, normalised: bool) -> None:
+        super().__init__()
+        self.router, self.normalised = nn.Linear(64, 4, bias=False), normalised
+        self.up, self.down = nn.Parameter(torch.randn(4, 64, 16)), nn.Parameter(torch.randn(4, 16, 64))
+        self.widen, self.narrow = nn.Linear(64, 24, bias=False), nn.Linear(24, 64, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        flat = x.reshape(-1, 64)
+        weights, chosen = self.router(flat).softmax(-1).topk(3, -1)
+        weights = weights / weights.sum(-1, keepdim=True) if self.normalised else weights
+        shares = torch.zeros(len(flat), 4, dtype=x.dtype, device=x.device).scatter(1, chosen, weights)
+        inner = nn.functional.silu(torch.bmm(flat.expand(4, -1, -1), self.up))
+        mixed = (torch.bmm(inner, self.down) * shares.t().unsqueeze(-1)).sum(0).view(x.shape)
+        return mixed + self.narrow(nn.functional.silu(self.widen(x)))
+
+
+class WithMixture(OwnLayer):
+    def __init__(self, normalised: bool) -> None:
+        super().__init__()
+        self.mixture = Mixture(normalised)
+        del self.widen, self.narrow
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attended(self.first(x))
+        return x + self.mixture(self.second(x))
+
+
+@pytest.mark.parametrize(
+    ("normalised", "notes"),
+    [(True, ()), (False, ("layer: the weights of the chosen experts are planned as if they were normalised",))],
+)
+def test_a_shared_expert_in_the_module_of_the_experts_is_a_part_of_the_plan(normalised: bool, notes: tuple[str, ...]):
+    module = on_meta(Own)
+    module.blocks = nn.ModuleList(on_meta(lambda: WithMixture(normalised)) for _ in range(2))
+    model = lifted(module)
+    assert model.traced and model.traced.unlifted == notes and model.widths == (16, 24)
+    assert model.num_parameters == sum(parameter.numel() for parameter in module.parameters())
+
+
 @pytest.mark.parametrize("name", rest_is_slow(["Own", *FAMILIES], 3))
 def test_a_decoder_has_the_numbers_and_the_flops_that_torch_counts(name: str):
     make = {**FAMILIES, "Own": own}[name]
