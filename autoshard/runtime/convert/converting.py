@@ -29,7 +29,7 @@ from autoshard.runtime.convert.hf import (
     write_json,
 )
 from autoshard.runtime.convert.nxd import SourcePlan, finish_nxd, nxd_folder, nxd_outputs, nxd_source
-from autoshard.runtime.convert.of_code import module_state, plan_of_code
+from autoshard.runtime.convert.of_code import SAFETENSORS, code_source, module_state, plan_of_code, write_state
 from autoshard.runtime.convert.ours import checkpoint_of, finish_ours, ours_outputs, ours_source
 from autoshard.runtime.convert.squares import refuse_other_sums
 from autoshard.runtime.convert.stored import WeightSource
@@ -168,10 +168,14 @@ def _convert(conversion: Conversion, say: Callable[[CopyProgress], None]) -> Don
     form = form_of(conversion.source)
     if form == "autoshard" and (coded := plan_of_code(conversion.source)):
         return _of_code(conversion, coded)
-    source_model = _source_model(conversion, form)
-    plan = conversion.plan and SourcePlan(plan=conversion.plan, saved=conversion.form in ("hf", "pt"))
-    source = open_weights(conversion.source, form, source_model.family, source_model.model, plan)
-    exact = exact_weights(source_model.model)
+    into_code = conversion.plan if conversion.plan and conversion.plan.model.traced else None
+    if into_code:
+        source_model, source, exact = _state_of_code(conversion, into_code, form)
+    else:
+        source_model = _source_model(conversion, form)
+        plan = conversion.plan and SourcePlan(plan=conversion.plan, saved=conversion.form in ("hf", "pt"))
+        source = open_weights(conversion.source, form, source_model.family, source_model.model, plan)
+        exact = exact_weights(source_model.model)
     dtypes = {
         name: DTYPES[conversion.dtype] if conversion.dtype and "/" not in name and name not in exact else dtype
         for name, dtype in source.dtypes.items()
@@ -182,7 +186,7 @@ def _convert(conversion: Conversion, say: Callable[[CopyProgress], None]) -> Don
     is_taken = final.exists() and (final.is_file() or any(final.iterdir()))
     require((not is_taken, str(final), "exists already. Name another place, or remove it"))
     outputs = (
-        ours_outputs(conversion.plan, source, dtypes)
+        ours_outputs(None if into_code else conversion.plan, source, dtypes)
         if conversion.form == "autoshard"
         else _outputs(conversion, source_model, dtypes)
     )
@@ -214,18 +218,26 @@ def _convert(conversion: Conversion, say: Callable[[CopyProgress], None]) -> Don
 def _of_code(conversion: Conversion, plan: Plan) -> Done:
     """Write the state dict of the module off whose code a model was read."""
     target, checkpoint = conversion.target, checkpoint_of(conversion.source)
-    only = (
-        f"{plan.model.name} was read off its code, and its weights become those of its module. Name a target model.pt"
-    )
-    require((conversion.form == "pt", str(target), only))
+    only = f"{plan.model.name} was read off its code, and its weights become those of its module"
+    as_file = conversion.form == "pt" or (conversion.form == "hf" and target.suffix == SAFETENSORS)
+    require((as_file, str(target), f"{only}. Name a target model.pt or model{SAFETENSORS}"))
     require((not target.exists(), str(target), "exists already. Name another place, or remove it"))
     assert checkpoint, "a checkpoint lies there"
     state = module_state(plan, *checkpoint, DTYPES[conversion.dtype] if conversion.dtype else None)
     num_bytes = sum(tensor.nbytes for tensor in state.values())
     _require_room(target, target.with_name(f"{target.name}{_ASIDE}"), num_bytes)
     with replacing(target) as aside:
-        torch.save(state, aside)
+        write_state(state, aside, target.suffix)
     return Done(folder=target, form="pt", num_files=1, num_bytes=num_bytes, kept_bytes=0)
+
+
+def _state_of_code(conversion: Conversion, plan: Plan, form: Form) -> tuple[_SourceModel, WeightSource, frozenset[str]]:
+    """Open the state dict of a module as the weights of a plan of its code; none of these are exact."""
+    whole = (
+        f"{plan.model.name} was read off its code: only a file model.pt or model{SAFETENSORS} becomes its checkpoint"
+    )
+    require((form == "pt" and conversion.form == "autoshard", str(conversion.source), whole))
+    return _SourceModel(model=plan.model, config=None), code_source(plan, conversion.source), frozenset()
 
 
 def _require_room(target: Path, aside: Path, need_bytes: int) -> None:

@@ -6,16 +6,17 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_model
 
 from autoshard.layout.shards import Executor
 from tests.conftest import Typed
-from tests.modules.training.own_decoders import Gpt
+from tests.modules.training.own_decoders import Gpt, first_dense
 from tests.slower import rest_is_slow
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 SOURCE = """
 import torch
-from tests.modules.training.own_decoders import Gpt, Llama, Experts
+from tests.modules.training.own_decoders import Gpt, Llama, Experts, first_dense
 
 def gpt():
     return Gpt(layers=2)
@@ -84,7 +85,50 @@ def test_a_run_goes_on_under_another_plan_and_ends_in_the_module(typed: Typed):
     assert all((states[0][name] - states[1][name]).abs().max() < 1e-3 for name in weights)
     assert all((states[0][name] != begun[name]).any() for name in begun)
     code, _, err = typed("convert runs/both folder")
-    assert code == 2 and "Name a target model.pt" in err
+    assert code == 2 and "Name a target model.pt or model.safetensors" in err
+    assert typed("convert runs/both both.safetensors")[0] == 0
+    again = Gpt(layers=2)
+    load_model(again, "both.safetensors")  # which has the tied weight once
+    assert all(torch.equal(tensor, states[0][name]) for name, tensor in again.state_dict().items())
+
+
+def names_of(state: dict[str, torch.Tensor], *without: str) -> dict[str, torch.Tensor]:
+    return {name: tensor for name, tensor in state.items() if name not in without}
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_the_state_of_a_module_becomes_a_checkpoint_with_which_a_run_begins(typed: Typed):
+    assert typed(f"plan --module mine.py:first_dense {ASKED} --fix pp=2,vp=1,mbs=2")[0] == 0
+    torch.manual_seed(3)
+    module = first_dense()
+    torch.save(module.state_dict(), "mine.pt")
+    code, _, err = typed("convert mine.pt weights --plan plan.json")
+    assert code == 0, err
+    assert typed("run plan.json --steps 1 --learning-rate 1e-12 --init-weights weights --out runs/begun")[0] == 0
+    assert typed("convert runs/begun back.pt")[0] == 0
+    back = torch.load("back.pt")
+    assert all(torch.allclose(back[name], tensor, atol=1e-6) for name, tensor in module.state_dict().items())
+
+
+@pytest.mark.slow
+def test_the_state_of_another_module_is_no_checkpoint(typed: Typed):
+    assert typed(f"plan --module mine.py:gpt {ASKED} --fix dp=2")[0] == 0
+    state = Gpt(layers=2).state_dict()
+    second = {"more.weight": torch.zeros(2)}
+    wrong = {"names": {**names_of(state, "places.weight"), **second}, "shape": {**state, "norm.weight": torch.ones(3)}}
+    said = {
+        "names": "names.pt: is not the state of gpt: it lacks places.weight, and has more.weight beside it",
+        "shape": "norm.weight: has shape (3,), the model asks for (32,)",
+    }
+    for name, tensors in wrong.items():
+        torch.save(tensors, f"{name}.pt")
+        code, _, err = typed(f"convert {name}.pt weights --plan plan.json")
+        assert code == 2 and said[name] in err, err
+    code, _, err = typed("convert shape.pt weights.pt --plan plan.json")
+    assert code == 2 and "only a file model.pt or model.safetensors becomes its checkpoint" in err
+    torch.save(names_of(state, "out.weight"), "tied.pt")  # which is that of the words
+    assert typed("convert tied.pt weights --plan plan.json")[0] == 0
 
 
 @pytest.mark.parametrize(
