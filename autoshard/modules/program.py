@@ -3,7 +3,7 @@
 import functools
 import itertools
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -165,6 +165,28 @@ def agreed(readings: Sequence[Reading], rank: int, axes: Iterable[int]) -> list[
                 together = reading.positions[reading_axis]
         positions.append(together)
     return positions
+
+
+def in_double(program: TracedProgram) -> TracedProgram:
+    """Return a program whose steps round no numbers to a shorter format than double."""
+    steps = tuple(
+        replace(
+            step, function=_doubled(step.function), arguments=_doubled(step.arguments), keywords=_doubled(step.keywords)
+        )
+        for step in program.steps
+    )
+    return replace(program, steps=steps)
+
+
+def _doubled(value: Any) -> Any:
+    """Return an argument with double in the place of each format of numbers with fractions."""
+    if isinstance(value, torch.dtype):
+        return torch.float64 if value.is_floating_point else value
+    if isinstance(value, functools.partial):
+        return functools.partial(value.func, *_doubled(value.args), **_doubled(value.keywords))
+    if isinstance(value, dict):
+        return {name: _doubled(part) for name, part in value.items()}
+    return type(value)(map(_doubled, value)) if type(value) in (tuple, list) else value
 
 
 def shown(value: Any) -> str:

@@ -3,12 +3,13 @@
 import itertools
 import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from autoshard.errors import InputError, require
 from autoshard.modules.dims import Position, factors, size_of
 from autoshard.modules.program import Traced, TracedProgram, TracedStep
+from autoshard.modules.reach import steps_to
 
 _NUMBERED = re.compile(r"(?:(.*?)\.)??(\d+)(?:\..*)?")
 
@@ -37,10 +38,16 @@ def stack_of(program: TracedProgram, logits: Traced) -> Stack:
     """Split a program into embedding, layers and head, or say why it is no stack of layers."""
     path, starts, end = _layers(program.steps)
     bounds = [0, *starts, end, len(program.steps)]
-    parts = [program.steps[first:last] for first, last in itertools.pairwise(bounds)]
-    embed, *layers, head = parts
+    free = _free_steps(program.steps)
+    embed, *layers, head = (_with_free(program.steps[first:last], free) for first, last in itertools.pairwise(bounds))
     names = [f"{path}.{number}".removeprefix(".") for number in range(len(layers))]
-    require((bool(head), names[-1], "is followed by nothing; the list must hold layers only, and the head come after"))
+    require(
+        (
+            end < len(program.steps),
+            names[-1],
+            "is followed by nothing; the list must hold layers only, and the head come after",
+        )
+    )
     hidden_states = [_taken(steps, name) for name, steps in zip(names, layers, strict=True)]
     handed_on = [*hidden_states[1:], _taken(head, "the head")]
     for name, before, value in zip(
@@ -83,6 +90,21 @@ def _layers(steps: Sequence[TracedStep]) -> tuple[str, list[int], int]:
     in_order = list(members) == list(range(len(members))) and is_disjoint
     require((in_order, path or "module", "does not run its layers in order, each once"))
     return path, starts, max(place for places in members.values() for place in places) + 1
+
+
+def _free_steps(steps: Sequence[TracedStep]) -> Mapping[Traced, TracedStep]:
+    """Return the steps that depend on no weight, by what they make: a mask in the format of numbers, a constant."""
+    free: dict[Traced, TracedStep] = {}
+    for step in steps:
+        if all(read.value.origin == "input" or read.value in free for read in step.reads):
+            free[step.makes] = step
+    return free
+
+
+def _with_free(steps: Sequence[TracedStep], free: Mapping[Traced, TracedStep]) -> Sequence[TracedStep]:
+    """Return the steps of a part with the free ones that it needs: each part makes these for itself."""
+    computed = [step for step in steps if step.makes not in free]
+    return steps_to([*free.values(), *computed], [step.makes for step in computed])
 
 
 def _taken(steps: Sequence[TracedStep], name: str) -> Traced:

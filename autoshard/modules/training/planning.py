@@ -57,7 +57,7 @@ def _planned(plan: Plan, source: str) -> PlannedCode:
     )  # fmt: skip
 
 
-def traced_source(plan: Plan, source: str, formats: Formats = _AS_PLANNED, *, on_meta: bool) -> TracedCode:
+def traced_source(plan: Plan, source: str, *, on_meta: bool, doubles: bool = False) -> TracedCode:
     """Trace the decoder that a function makes, for a plan.
 
     It is made ``on_meta`` only if it is large: code may choose what it does by the device of its weights.
@@ -66,7 +66,7 @@ def traced_source(plan: Plan, source: str, formats: Formats = _AS_PLANNED, *, on
     if on_meta and sum(parameter.numel() for parameter in module.parameters()) <= _SMALL:
         module, inputs = made_decoder(source, on_meta=False)
     with inside(f"{OPTION} {source}"):
-        return traced_code(module, plan, formats, inputs)
+        return traced_code(module, plan, _AS_PLANNED, inputs, doubles=doubles)
 
 
 def _changes(code: PlannedCode, graph: CodeGraph) -> Iterator[tuple[str, str]]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
+import torch
 
 from autoshard.engine.torch.formats import Formats
 from autoshard.graph.block import Block
@@ -32,7 +33,7 @@ def prove_code(plan: Plan) -> Proof | str:
     if reason := _too_large(made_code(plan, None).graph, math.prod(sizes.values())):
         return reason
     small = replace(plan, mesh=Mesh.virtual(pp=1, **sizes), micro_batch=_SEQUENCES)
-    code = traced_source(small, plan.code.source, Formats(exact=True), on_meta=False)
+    code = traced_source(small, plan.code.source, on_meta=False, doubles=True)
     programs, generator = code_programs(code.graph, small, plan.code.strategies), np.random.default_rng(0)
     proofs: list[BlockProof] = []
     mesh = Mesh.virtual(**{atom: size for atom, size in sizes.items() if size > 1} or {"kv": 1})
@@ -78,10 +79,15 @@ def _arrays(code: TracedCode, block: Block, generator: np.random.Generator) -> M
         if tensor.role == "parameter":
             arrays[tensor.name] = code.weight(f"{instance}.{tensor.name}").astype(np.float64)
         elif inputs.has(instance, tensor.name):
-            arrays[tensor.name] = inputs.part((instance, tensor.name), batch, bounds, Formats().device).numpy()
+            arrays[tensor.name] = _wide(inputs.part((instance, tensor.name), batch, bounds, Formats().device))
         elif tensor.dtype == "int64":
             arrays[tensor.name] = generator.integers(0, words, shape)
         else:
             size = [stop for _, stop in bounds]
             arrays[tensor.name] = np.zeros(size) if tensor.role == "state" else np.asarray(generator.normal(size=size))
     return arrays
+
+
+def _wide(tensor: torch.Tensor) -> Array:
+    """Return numbers in double, and all else as it is."""
+    return np.asarray((tensor.double() if tensor.is_floating_point() else tensor).numpy())

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from autoshard.modules.decoder.lift import logits_of
 from autoshard.modules.decoder.reading import first_argument, without_caches
 from autoshard.modules.decoder.segments import stack_of
 from autoshard.modules.export import ExportedModule
+from autoshard.modules.program import in_double
 from autoshard.modules.training.graph import CodeGraph, code_graph
 from autoshard.modules.training.inputs import CodeInputs
 from autoshard.modules.training.parts import joining
@@ -51,9 +52,17 @@ def as_array(tensor: torch.Tensor) -> Array:
 
 
 def traced_code(
-    module: torch.nn.Module, plan: Plan, formats: Formats, inputs: Mapping[str, Any] | None = None
+    module: torch.nn.Module,
+    plan: Plan,
+    formats: Formats,
+    inputs: Mapping[str, Any] | None = None,
+    *,
+    doubles: bool = False,
 ) -> TracedCode:
-    """Trace a decoder in training, for a micro-batch of a plan; refuse what a run of it would not compute."""
+    """Trace a decoder in training, for a micro-batch of a plan; refuse what a run of it would not compute.
+
+    If it ``doubles``, the operations are those of the formats, and round nothing.
+    """
     dtype, tokens = formats.of(plan.workload.precision.activations), first_argument(module)
     count = plan.micro_batch * plan.mesh.size("dp")
     device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
@@ -70,6 +79,9 @@ def traced_code(
             raise InputError.of(
                 where, f"{name} joins tokens of several sequences, which ranks of dp compute apart. {remedy}"
             )
+    if doubles:
+        captured = replace(captured, program=in_double(captured.program))
+        stack = stack_of(captured.program, logits_of(captured)[1])
     graph = code_graph(captured, stack, plan.workload, count)
     buffers = {path: buffer.detach() for path, buffer in module.named_buffers()}
     return TracedCode(module=module, tokens=tokens, graph=graph, buffers=buffers)

@@ -173,6 +173,33 @@ class Llama(nn.Module):
         return self.out(self.norm(x))
 
 
+class Typed(Llama):
+    """The mask is added to scores in FP32, and is made in the format of the hidden state, as Meta writes it."""
+
+    class Layer(LlamaLayer):
+        def attended(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+            def heads(product: nn.Linear) -> torch.Tensor:
+                return product(normed).view(*x.shape[:2], -1, WIDTH // HEADS).transpose(1, 2)
+
+            normed = self.first(x)
+            query, key, value = heads(self.query), heads(self.key), heads(self.value)
+            key, value = (part.repeat_interleave(2, 1) for part in (key, value))
+            scores = query @ key.transpose(2, 3) * (WIDTH // HEADS) ** -0.5 + mask
+            mixed = scores.float().softmax(-1).type_as(query) @ value
+            return x + self.out(mixed.transpose(1, 2).reshape(x.shape))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(self.Layer(Gated, None) for _ in range(2))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        length, x = tokens.shape[1], self.words(tokens)
+        mask = torch.full((length, length), float("-inf"), device=tokens.device).triu(1).type_as(x)
+        for layer in self.layers:
+            x = layer(x, mask, mask, mask)
+        return self.out(self.norm(x)).float()
+
+
 class Mixed(Llama):
     """A Llama with these layers."""
 

@@ -16,7 +16,7 @@ from tests.slower import rest_is_slow
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 SOURCE = """
 import torch
-from tests.modules.training.own_decoders import Gpt, Llama, Experts, first_dense
+from tests.modules.training.own_decoders import Gpt, Llama, Experts, Typed, first_dense
 
 def gpt():
     return Gpt(layers=2)
@@ -208,6 +208,16 @@ def test_the_layouts_of_code_are_proven_on_virtual_ranks_and_a_wrong_sum_is_foun
     monkeypatch.setattr(Executor, "run", counting_twice)
     code, out, _ = typed("verify plan.json --json")
     assert code == 1 and max(block["error"] for block in json.loads(out)["code"]["blocks"]) > 1e-3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_code_that_casts_is_proven_in_double(precision: str, typed: Typed):
+    asked = ASKED.replace("fp32", precision)
+    assert typed(f"plan --module mine.py:Typed {asked} --fix tp=2")[0] == 0
+    code, out, err = typed("verify plan.json --json")
+    assert code == 0, err
+    assert max(block["error"] for block in json.loads(out)["code"]["blocks"]) < 1e-12
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@ import pytest
 from autoshard.engine.torch.formats import Formats
 from autoshard.modules.training.reading import traced_code
 from tests.modules.training.code_cases import Compared, compared, compared_dropping, plan_of
-from tests.modules.training.own_decoders import OWN, UNLIKE
+from tests.modules.training.own_decoders import OWN, UNLIKE, Typed
 from tests.ranks.spawn import on_ranks
 from tests.slower import covering, rest_is_slow
 
@@ -68,6 +68,23 @@ def _generated(make):
 def test_equal_layers_are_one_block(name: str):
     module = OWN[name]()
     assert set(traced_code(module, plan_of(module, "tp=1,pp=1,dp=1,mbs=2"), Formats()).graph.graph.order) == {"layer"}
+
+
+@pytest.mark.parametrize(("precision", "exact"), [("bf16", False), ("fp32", True)])
+def test_a_mask_in_the_format_of_the_hidden_state_is_no_second_tensor_that_goes_on(precision: str, exact: bool):
+    plan = plan_of(Typed(), "tp=1,pp=1,dp=1,mbs=2", precision=precision)
+    code = traced_code(Typed().double() if exact else Typed(), plan, Formats(exact=exact))
+    assert set(code.graph.graph.order) == {"layer"}
+
+
+@pytest.mark.slow
+def test_what_casts_in_its_forward_takes_the_steps_of_the_plain_module():
+    for found in on_ranks(2, _rounded, timeout_s=300.0):
+        assert found.worst_step < 1e-5 and found.error < 1e-3, found
+
+
+def _rounded():
+    return compared(Typed, "tp=1,pp=2,dp=1,mbs=2", exact=False)
 
 
 @pytest.mark.parametrize("name", rest_is_slow(UNLIKE, 0))
