@@ -269,20 +269,23 @@ def _device(module: torch.nn.Module) -> str:
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """Let torch print neither its graph, of one or two hundred lines, nor a warning before it raises."""
+    """Let torch print neither its graph, of one or two hundred lines, nor a warning or its stack before it raises."""
     place: Any = importlib.import_module("torch.export._trace")
-    logger = logging.getLogger("torch.fx.experimental.symbolic_shapes")
-    level = logger.level
+    loggers = [*map(logging.getLogger, _LOUD)]
+    levels = [logger.level for logger in loggers]
     try:
         place.print = lambda *_, **__: None
-        logger.setLevel(logging.ERROR)
+        for logger in loggers:
+            logger.setLevel(logging.CRITICAL)
         yield
     finally:
         del place.print
-        logger.setLevel(level)
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
 
 
 _MARK = "mark a function that calls it: @autoshard.local(...)"
+_LOUD = ("torch.fx.experimental.symbolic_shapes", "torch._subclasses.fake_tensor")
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 

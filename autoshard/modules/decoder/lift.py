@@ -55,7 +55,7 @@ def lift_decoder(
         sizes={**embed.sizes, **layers.sizes, **head.sizes}, num_parameters=1,
     )  # fmt: skip
     model = ModelSpec(name=name, source=source, **traits, traced=traced)
-    count, total = _graph(model).num_parameters(), sum(parameter.numel() for parameter in module.parameters())
+    count, total = _graph(model, stack).num_parameters(), sum(parameter.numel() for parameter in module.parameters())
     notes = [*embed.notes, *(note for part in layers.parts.values() for note in part.notes), *layers.notes, *head.notes]
     notes += _left_out(model, stack, (embed, head), layers)
     notes += [f"{total - count:,} of {total:,} parameters are not in the plan"] if count < total else []
@@ -97,9 +97,7 @@ def _left_out(
     model: ModelSpec, stack: Stack, ends: tuple[WrittenPart, WrittenPart], layers: WrittenKinds
 ) -> Iterator[str]:
     """Say how many products of the code are not in the lines; refuse weights that have another size in the code."""
-    (batch,), (seq,) = stack.carried[:2]
-    work = replace(_ANY, seq_len=seq.size, global_batch=batch.size)
-    graph = decoder_graph(model, work, load_kernels(_TABLE), micro_batch=batch.size)
+    graph = _graph(model, stack)
     segments = {"embed": [stack.embed], "head": [stack.head]}
     segments |= {name: [stack.layers[number] for number in its] for name, its in layers.numbers.items()}
     for block, part in zip(graph.blocks, (ends[0], *layers.parts.values(), ends[1]), strict=True):
@@ -116,8 +114,11 @@ def _left_out(
         yield f"the plan counts {ours:,} FLOPs of products in a forward pass, and the code has {theirs:,}"
 
 
-def _graph(model: ModelSpec) -> OpGraph:
-    return decoder_graph(model, _ANY, load_kernels(_TABLE), micro_batch=1)
+def _graph(model: ModelSpec, stack: Stack) -> OpGraph:
+    """Return a step on the tokens that were traced: a table of positions may be as long as a sequence."""
+    (batch,), (seq,) = stack.carried[:2]
+    work = replace(_ANY, seq_len=seq.size, global_batch=batch.size)
+    return decoder_graph(model, work, load_kernels(_TABLE), micro_batch=batch.size)
 
 
 def _pieces(segment: Segment) -> tuple[Piece, ...]:

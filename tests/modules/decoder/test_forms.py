@@ -222,6 +222,14 @@ def test_a_form_has_the_numbers_and_the_flops_of_its_code(name: str):
     assert ours == counter.get_total_flops()
 
 
+def test_a_table_of_positions_as_long_as_the_sequence_is_in_the_plan_whole():
+    module: Any = on_meta(Placed)
+    module.places = nn.Parameter(torch.empty(96, 64, device="meta"))
+    model = read_decoder(module, 96)
+    assert model.traced and not any("parameters" in note for note in model.traced.unlifted)
+    assert model.num_parameters == sum(parameter.numel() for parameter in module.parameters())
+
+
 def test_what_sums_over_a_dim_needs_it_whole():
     model = read_decoder(on_meta(of(Plain)), TOKENS)
     assert model.traced and "pow_mean_add_own" in model.traced.layer[0]

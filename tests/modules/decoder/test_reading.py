@@ -1,6 +1,7 @@
 """Decoders of users' functions, planned by the command: answers, plan files, and what is wrong with functions."""
 
 import json
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,13 @@ class Short(Own):
 
 def short():
     return Short()
+
+class Placed(Own):
+    def forward(self, tokens):
+        return self.out(self.words(tokens) + self.places.weight[: tokens.shape[1]])
+
+def placed():
+    return Placed()
 
 class Branches(Own):
     def forward(self, tokens):
@@ -192,6 +200,15 @@ def test_what_is_wrong_with_a_function_is_told(where: str):
     with pytest.raises(InputError) as refused:
         decoder_of(where)
     assert str(refused.value).startswith("--module") and WRONG[where] in str(refused.value)
+
+
+def test_a_sequence_longer_than_the_table_of_positions_is_told_without_a_stack_of_torch(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(logging.getLogger("torch"), "propagate", True)  # to what the test reads
+    with pytest.raises(InputError, match="cannot be traced: RuntimeError: Attempting to broadcast"):
+        decoder_of("mine.py:placed", 128)
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
 
 
 def test_a_branch_on_numbers_is_told_with_its_line():
