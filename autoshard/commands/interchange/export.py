@@ -41,12 +41,9 @@ def export(
     read = load(plan)
     unsayable = ", ".join(program.limits.unsayable(read.model))
     advice = "Plan for GPUs (--cluster h100)" if read.engine == "nxd" else "Plan for Trainium (--cluster trn1)"
+    of_code = f"{read.model.name} was read off its code, and {program.title} knows models by name. Use autoshard run"
+    require((read.model.traced is None, str(plan), of_code))  # no other model or machine would do
     require(
-        (
-            read.model.traced is None,
-            str(plan),
-            f"{read.model.name} was read off its code, and {program.title} knows models by name. Use autoshard run",
-        ),
         (not unsayable, str(plan), f"{program.title} has no key for {unsayable} of {read.model.name}. Choose another"),
         (read.engine == program.engine, f"--to {to}", f"{program.title} does not run on {read.cluster.name}. {advice}"),
     )

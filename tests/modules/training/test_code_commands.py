@@ -211,6 +211,14 @@ def test_the_layouts_of_code_are_proven_on_virtual_ranks_and_a_wrong_sum_is_foun
 
 
 @pytest.mark.slow
+def test_no_program_that_knows_models_by_name_gets_a_plan_of_code(typed: Typed):
+    assert typed(f"plan --module mine.py:first_dense {ASKED} --fix dp=2")[0] == 0
+    for program in ("nxdt", "megatron"):
+        code, _, err = typed(f"export plan.json --to {program}")
+        assert code == 2 and err.count("autoshard:") == 1 and "knows models by name. Use autoshard run" in err
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_code_that_casts_is_proven_in_double(precision: str, typed: Typed):
     asked = ASKED.replace("fp32", precision)
