@@ -41,6 +41,18 @@ def test_the_rows_that_are_counted_are_those_of_the_fit():
     }
 
 
+def test_a_value_is_not_left_out_where_too_few_rows_remain_for_a_fit():
+    runs = [{"kernels": (name,)} for name in ("mcore", "mcore", "te", "te", "te")]
+    numbers_left_out: list[list[int]] = []
+
+    def errors(out: list[int]) -> np.ndarray:
+        numbers_left_out.append(out)
+        return np.full(len(out), 0.2)
+
+    assert seen_in(runs, errors)["kernels"] == Seen(values=("mcore", "te"), off=0.2, counts=(2, 3))
+    assert numbers_left_out == [[0, 1]], "two rows of mcore are too few for a fit"
+
+
 def test_what_favours_fewer_ranks_of_tensor_parallelism_is_said_with_its_rows():
     words = evidence_of("tp", (made(OURS), made(THEIRS)))
     assert "near that of compute: rows hardly tell them apart; 31 rows have tp 8, 11 rows have tp 32" in words

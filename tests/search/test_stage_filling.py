@@ -187,6 +187,16 @@ def filled(case: Case, truth: Everything | None = None, below_s: float = np.inf,
 
 
 @given(cases())
+def test_the_least_layers_take_and_hold_no_more_than_any_kind_of_layer(case: Case):
+    least = case.blocks.with_least_layers
+    assert least.layers == (least.layer,)
+    assert least.order.totals == [case.choices.num_layers]
+    for layer in case.blocks.layers:
+        for name in ("forward_s", "input_s", "weight_s", "saved_bytes", "moment_bytes", "host_bytes"):
+            assert np.all(getattr(least.layer, name) <= getattr(layer, name)), name
+
+
+@given(cases())
 def test_kinds_of_recompute_that_another_dominates_are_in_no_better_filling(case: Case):
     allowed = not_dominated(case.blocks.layers, case.choices.allowed, case.choices.kinds)
     assert np.all(allowed <= case.choices.allowed)
