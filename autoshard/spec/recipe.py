@@ -160,12 +160,19 @@ def load_recipe(path: Path) -> Recipe:
         return recipe_of(data)
 
 
+def _unknown(key: str) -> str:
+    """Say what to write instead of a key that recipes do not have."""
+    if key == "module":
+        return "is for autoshard plan alone. Make a plan of the code with it, and name that file here: plan: FILE"
+    return f"unknown key. {nearest(key, RECIPE_KEYS)}"
+
+
 def recipe_of(data: object) -> Recipe:
     """Return the recipe of a file's entries, or raise one InputError with all faults."""
     entries, faults, recipe = record.decode(dict[str, object], data), Faults(), None
     unknown = [key for key in entries if key not in RECIPE_KEYS]
-    faults += (Fault(where=key, message=f"unknown key. {nearest(key, RECIPE_KEYS)}") for key in unknown)
-    faults += [] if "model" in entries else [Fault(where="model", message="missing")]
+    faults += (Fault(where=key, message=_unknown(key)) for key in unknown)
+    faults += [] if {"model", "module"} & entries.keys() else [Fault(where="model", message="missing")]
     parts: dict[str, object] = {"nodes": entries["nodes"]} if "nodes" in entries else {}
     for name, keys in (("question", QUESTION_KEYS), ("training", TRAINING_KEYS)):
         parts[name] = {key: entries[key] for key in entries if key in keys}
