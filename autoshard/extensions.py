@@ -106,14 +106,17 @@ def user_function(where: str, option: str) -> Callable[[], Any]:
 
 
 def run_file(path: Path, name: str, where: str) -> types.ModuleType:
-    """Run a user's Python file as a module of this name; what goes wrong in it is told with its line."""
+    """Run a user's Python file as a module of this name; what goes wrong in it is told with its line.
+
+    Its text is compiled each time: bytecode on the disk is taken for that of a text of the same size and second.
+    """
     require((path.suffix == ".py", where, "must be a Python file, like my_module.py"))
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec and spec.loader, "the name ends in .py"
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look up their module there
     try:
-        spec.loader.exec_module(module)
+        exec(compile(path.read_bytes(), str(path), "exec", dont_inherit=True), vars(module))
     except Exception as error:
         del sys.modules[spec.name]
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]

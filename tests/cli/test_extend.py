@@ -1,6 +1,7 @@
 """``--extend``: the whole example of docs/developers/extending.md, and what is refused without its file."""
 
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from autoshard.extensions import EXTENSIONS
+from autoshard.extensions import EXTENSIONS, user_function
 from tests.conftest import Typed
 from tests.runtime.cases import environment
 from tests.sweep.sweep_cases import TINY, rows_in, written
@@ -110,3 +111,11 @@ def test_what_is_wrong_with_a_file_is_said(text: str, says: str, module: Path, t
     assert f"autoshard: --extend my_module.py: {says}" in typed(f"list schedules {MINE}")[2]
     Path("options.json").write_text(json.dumps({"what": "models", "extend": "none.py"}))
     assert "--extend none.py: there is no such file" in typed("list --config options.json")[2]
+
+
+def test_a_file_that_was_rewritten_in_the_same_second_is_read_again(tmp_path: Path):
+    path = tmp_path / "layers.py"
+    for number in (2, 3):
+        path.write_text(f"def layers():\n    return {number}\n", encoding="utf-8")
+        os.utime(path, (1_700_000_000, 1_700_000_000))
+        assert user_function(f"{path}:layers", "--module")() == number

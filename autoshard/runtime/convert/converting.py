@@ -267,8 +267,9 @@ def _source_model(conversion: Conversion, form: Form) -> _SourceModel:
             refuse_other_model((folder or path) / CONFIG, model, conversion.plan.model)
         config = {key: value for key, value in load_config(where).items() if key != PACKED}  # written in plain numbers
         return _SourceModel(model=model, config=config, folder=folder)
-    plans = [load(place / PLAN) for place in nearest]
-    model = next((plan.model for plan in (*plans, conversion.plan) if plan), None)
+    plans = [conversion.plan, *(load(place / PLAN) for place in nearest)]
+    plans = plans if form == "pt" else plans[::-1]  # a plan beside a file may be of another model
+    model = next((plan.model for plan in plans if plan), None)
     nothing = "nothing beside it says which model it is. Type --model with a card's name or a config.json"
     if model is None:
         raise InputError.of(str(conversion.source), nothing)

@@ -331,3 +331,14 @@ def test_the_plan_of_a_run_says_its_model_whatever_lies_above_its_folder(
     (tmp_path / "config.json").write_text(json.dumps(reduced("gpt2-xl")))
     converted(run, tmp_path / "model.pt", form="pt")
     same(torch.load(tmp_path / "model.pt", weights_only=True), read(forms["first"]))
+
+
+def test_the_plan_that_is_typed_says_the_model_of_a_file_whatever_plan_lies_beside_it(
+    forms: dict[str, Path], tmp_path: Path
+) -> None:
+    typed = plan_of("tp=2,pp=2,dp=1", load_model(forms["first"]))
+    converted(forms["first"], tmp_path / "model.pt", form="pt")
+    (tmp_path / "plan.json").write_text(dump(plan_of("tp=1,pp=1,dp=1", load_model("tiny-gpt"))))
+    converted(tmp_path / "model.pt", tmp_path / "ours", form="autoshard", plan=typed)
+    converted(tmp_path / "ours", tmp_path / "again.pt", form="pt", plan=typed)
+    same(torch.load(tmp_path / "again.pt", weights_only=True), read(forms["first"]))
