@@ -10,6 +10,7 @@ import pytest
 import autoshard
 from autoshard.cost.calibration import uncalibrated
 from autoshard.cost.predict import check_plan, compiling, predict, predicted
+from autoshard.cost.storage import storage_of
 from autoshard.cost.terms import CostTerm, term_entries, term_seconds
 from autoshard.cost.timeline import rank_times, timeline_of
 from autoshard.errors import InputError
@@ -19,6 +20,7 @@ from autoshard.plan.codec import dump, load, plan_hash
 from autoshard.plan.rules.columns import Columns
 from autoshard.search.ask.api import Cost
 from autoshard.search.bound.request import plan_at
+from autoshard.spec.cluster_catalogue import load_cluster
 from autoshard.spec.kernels import load_kernels
 from autoshard.spec.model_catalogue import load_model, model_names
 from autoshard.spec.workload import Precision
@@ -214,3 +216,8 @@ def test_stated_terms_are_parts_of_the_prediction_survive_the_file_and_end_the_t
     found = timeline_of(plan)
     assert (found.phases[-1].part, set(found.phases[-1].seconds)) == ("cost.stall", {0.25})
     assert found.end_s - timeline_of(plan_with()).end_s == pytest.approx(0.25)
+
+
+def test_checkpoints_of_this_machine_lie_on_its_disk_and_those_of_clusters_on_shared_storage():
+    assert "a disk of this machine" in storage_of(load_cluster("local")).name
+    assert "a disk of this machine" not in storage_of(load_cluster("trn1.32xlarge")).name

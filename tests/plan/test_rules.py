@@ -92,6 +92,7 @@ BREAKS = {
                       "tp=8,recompute=selective[CoreAttention,act]"),
     "trn1-tp": ({}, "tp=4", "older guides list 2", "tp=8"),
     "trn1-dp": ({"nodes": 2}, "tp=8,pp=4,dp=2", "dp*cp must be 1 or at least 4, not 2", "tp=8,pp=2"),
+    "trn1-dp, tp 1": ({"nodes": 2}, "tp=1,pp=16,dp=4", "dp*cp must be 1, 8 or at least 32, not 4", "tp=1,pp=8,dp=8"),
     "trn2-tp": ({"cluster_name": "trn2.48xlarge", "lnc": 2}, "tp=8", "runs tp 1, 4, 16, 32 or 64", "tp=16"),
     "node-symmetry": ({"nodes": 3}, "tp=8,dp=3,pp=4", "edp (3 ranks, 8 apart), pp (4 ranks, 24 apart)",
                       "tp=8,dp=12"),
