@@ -93,8 +93,8 @@ def test_bounds_leave_out_nothing_that_is_better(request_: Request, most_gap: fl
 UNEVEN = ask("llama3-8b", "h100-80", pins="pp=4,tp=1,cp=1,schedule=interleaved,vp=2,mbs=1", global_batch=64)
 LEAVES_OPEN = [
     replace(UNEVEN, model=replace(UNEVEN.model, num_layers=10)),  # whose best split is not found in no time
-    ask("tiny-llama", global_batch=8),
-    ask("llama3-8b", "trn1.32xlarge"),
+    ask("tiny-mixtral", global_batch=8),
+    ask("llama3-8b", "trn1.32xlarge", global_batch=64),
 ]
 
 
@@ -287,9 +287,11 @@ def test_pruning_loses_nothing_and_plans_predict_what_the_search_found(kind: str
     found = search(asked, num_plans=3)
     every = search(replace(asked, effort=Effort(exhaustive=True)), num_plans=3)
     times = [plan.prediction.step_time_s for plan in found.plans if plan.prediction]
-    assert times == pytest.approx([plan.prediction.step_time_s for plan in every.plans if plan.prediction], rel=1e-8)
+    best = [plan.prediction.step_time_s for plan in every.plans if plan.prediction]
+    assert times[0] == pytest.approx(best[0], rel=1e-8)
+    assert times[1:] == pytest.approx(best[1:], rel=0.05)  # of runners-up nothing is proven
     assert found.certificate.value == pytest.approx(times[0], rel=1e-8)
-    assert found.certificate.gap < 1e-8
+    assert found.certificate.gap <= asked.effort.gap
     assert plan_at(asked, found.plans[0].candidate).prediction == found.plans[0].prediction
 
 
