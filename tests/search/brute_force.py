@@ -130,7 +130,8 @@ def says_something(point: Candidate, request: Request) -> bool:
     meaning = {
         "sp": point.tp > 1 or not point.sequence_parallel,
         "zero": point.zero == 1 or point.dp * point.cp > 1,
-        "zero_group": point.zero_group is None or of_nodes(point, request.engines[0]),
+        "zero_group": point.zero_group is None
+        or (request.cluster.num_nodes > 1 and of_nodes(point, request.engines[0])),  # a node alone has the only copy
         "cp_kind": point.cp_kind == "ring" or (point.cp > 1 and point.tp == 1),
         "cp_order": point.cp_order == "contiguous" or (point.cp > 1 and point.cp_kind == "ring"),
         "schedule": (point.schedule == "1f1b" or point.pp > 1) and ("vp" not in request.pins or free_chunks),

@@ -32,7 +32,7 @@ CASES = {
     "torch": ("llama3-8b", "h100-80", 2, "kernels=torch_cuda,cp=2"),
     "heads-over-cp": ("llama3-8b", "h100-80", 2, "tp=1,cp_kind=all_to_all"),
 }
-CUT_ALIKE = ("nxd-core", "heads-over-cp")  # whatever their sizes
+CUT_ALIKE = ("nxd-core", "heads-over-cp", "host memory")  # whatever their sizes
 
 
 def lowerings(case, num_cuttings=1):
