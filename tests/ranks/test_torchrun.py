@@ -27,6 +27,8 @@ KINDS: dict[str, tuple[str, ModelSpec]] = {
     "interleaved": ("tp=1,pp=2,dp=2,vp=2,schedule=interleaved", llama(num_layers=4)),
     "zero-bubble": ("tp=1,pp=2,dp=2,schedule=zb_h1,zero=1", gpt(num_layers=4)),
     "zb_v": ("tp=2,pp=2,dp=1,vp=2,schedule=zb_v", llama(num_layers=4)),
+    "host memory": ("tp=1,pp=2,dp=2,schedule=zb_h1,zero=3,recompute=none+offload/full+offload", gpt(num_layers=4)),
+    "host memory, experts": ("tp=1,pp=1,dp=4,ep=2,recompute=selective[norms]+offload", llama(**MIXTRAL)),
 }
 
 
