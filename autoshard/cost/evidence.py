@@ -30,7 +30,7 @@ def _basis(part: str, constants: Calibration, engine: str) -> str:
     if part == "bubble":
         return "derived: the simulated schedule of the other parts"
     if part == "host":
-        return "data sheet of the link to the host"
+        return "published speed of the link to the host"
     if part == "waiting":
         seconds, what = (constants.task_s, "task") if constants.task_s else (constants.launch_s, "kernel")
         return f"{format_seconds(seconds)} for each {what}, {fitted}"
