@@ -9,9 +9,12 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.functional import ctc_loss, linear, relu
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from autoshard.errors import InputError
+from autoshard.modules.capture import capture
 from autoshard.modules.shard import shard_module
+from autoshard.modules.state.tree import ModuleTree
 from tests.modules.modules import numbers
 from tests.modules.test_rare_modules import Own
 
@@ -49,6 +52,15 @@ def test_functions_over_rows_and_weights_that_hooks_compute_are_sharded(make: Ca
     assert worst(module, [numbers(4, 6, 8)]) < 1e-12
     if isinstance(module, nn.Sequential):
         assert isinstance(weight, torch.Tensor) and type(module[0].weight) is torch.Tensor
+
+
+def test_hidden_states_of_a_module_of_transformers_may_be_asked_for_at_its_first_call():
+    sizes: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
+    module = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=1, vocab_size=16, use_cache=False))
+    inputs = {"input_ids": torch.zeros(2, 4, dtype=torch.int64), "output_hidden_states": True}
+    captured = capture(module, inputs)
+    assert {"hidden_states.0", "hidden_states.1"} <= {result.name for result in captured.program.results}
+    assert captured.exported.state.difference(ModuleTree.of(module)) is None
 
 
 @dataclass

@@ -46,6 +46,11 @@ class StateChange:
         return isinstance(self.owner, torch.nn.Module) and not self.is_read and is_plain
 
     @property
+    def is_installed(self) -> bool:
+        """Whether transformers notes that it has hooked its layers, for hidden states or scores that were asked for."""
+        return self.name == "_output_capturing_hooks_installed" and self.new is True
+
+    @property
     def is_computed(self) -> bool:
         """Whether a hook of torch's has computed a weight, as weight_norm does before each call."""
         hooks = [*self.owner._forward_pre_hooks.values()] if isinstance(self.owner, torch.nn.Module) else []
@@ -245,7 +250,7 @@ class ForwardRecord:
         packages = {_package(type(module)) for module in self.before.modules.values()}
         changes = [change for change in self.before.changes(self.reads) if not change.is_of_library(packages)]
         for change in changes:
-            if not (change.is_lazy or change.is_noted or change.is_computed):
+            if not (change.is_lazy or change.is_noted or change.is_computed or change.is_installed):
                 self.before.undo()
                 raise InputError.of("module", str(change))
         self.changes += changes
