@@ -133,9 +133,13 @@ class ProgramReader:
         require(*((False, f"results.{name}", f"is no result. {nearest(name, places)}") for name in unknown))
         views = {place: self.views.get(node) for place, node, _ in returned if isinstance(node, torch.fx.Node)}
         values = {place: view for place, view in views.items() if isinstance(view, View)}
-        wanted = values.keys() if chosen is None else values.keys() & {*chosen}
+        trained_places = values.keys() if chosen is None else values.keys() & {*chosen}
         require(
-            (bool(wanted), "module", "returns no tensor that follows from a parameter, or an input with a gradient")
+            (
+                bool(trained_places),
+                "module",
+                "returns no tensor that follows from a parameter, or an input with a gradient",
+            )
         )
         trained = {value for value in self.values if self._is_trained(value)}
         with_gradient = trained_values(self.steps, trained)

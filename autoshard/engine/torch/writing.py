@@ -144,7 +144,7 @@ class _Text:
         # A method in Python, such as index, may be another operation; methods take no lists with None, as of x[:, i].
         has_method = of_torch and isinstance(getattr(torch.Tensor, name, None), MethodDescriptorType)
         is_method = has_method and bool(schema.arguments) and schema.arguments[0].name == "self"
-        is_method = is_method and not any(isinstance(each, list | tuple) and None in each for each in args)
+        is_method = is_method and not any(isinstance(part, list | tuple) and None in part for part in args)
         if is_method and args and isinstance(args[0], torch.Tensor) and "out" not in operation.kwargs:
             return f"{self.argument(args[0])}.{name}({', '.join([*map(self.argument, args[1:]), *options])})"
         space = "aten" if of_torch else f"torch.ops.{func.namespace}"

@@ -36,5 +36,5 @@ def _taken(x: torch.Tensor, order: Sequence[int], size: Sequence[int], strides: 
     places = torch.full([1] * len(size), first, device=x.device)
     for axis, (length, step) in enumerate(zip(size, strides, strict=True)):
         along = torch.arange(length, device=x.device) * step
-        places = places + along.view([-1 if other == axis else 1 for other in range(len(size))])
+        places = places + along.view([-1 if place == axis else 1 for place in range(len(size))])
     return x.permute(*order).reshape(-1)[places.expand(*size)] if size else x.permute(*order).reshape(-1)[first]
