@@ -23,12 +23,12 @@ from torch.utils.hooks import RemovableHandle
 
 from autoshard.errors import InputError, require
 from autoshard.modules.local import MARK
-from autoshard.modules.nodes import Node, argument, place_in_tree
+from autoshard.modules.nodes import Node, place_in_tree
 from autoshard.modules.rewriting.complex_numbers import write_as_pairs
 from autoshard.modules.rewriting.decomposing import decomposed
-from autoshard.modules.rewriting.inlining import gradients_inside_autocast, inline, is_mapped
+from autoshard.modules.rewriting.inlining import gradients_inside_autocast, inline
 from autoshard.modules.rewriting.parts import part_of
-from autoshard.modules.rewriting.randomness import RandomInput, draws, take_random_inputs, unseeded
+from autoshard.modules.rewriting.randomness import RandomInput, take_random_inputs, unseeded
 from autoshard.modules.state.recording import recorded
 from autoshard.modules.state.tree import ModuleTree
 from autoshard.modules.state.watching import WatchedState
@@ -109,8 +109,7 @@ class ExportedModule:
                 program = torch.export.export(module, args, kwargs, strict=False)
             call = ModuleCall.of(ModuleTree.of(module), layout, flat)
             inline(program.graph_module, _device(module), call.autocast)
-            if any(_is_rewritten(node) for node in program.graph_module.graph.nodes):
-                program = decomposed(program)
+            program = decomposed(program)
             write_as_pairs(program.graph_module)
             random = take_random_inputs(program.graph_module)
         except InputError:  # of a function that the user marks
@@ -197,7 +196,9 @@ class ExportedModule:
             elif spec.kind.name == "BUFFER_MUTATION":
                 yield spec.target, node, True
             else:
-                raise InputError.of("module", f"changes its input {spec.target} in place; let it change a clone")
+                is_input = spec.kind.name == "USER_INPUT_MUTATION"
+                what, remedy = ("input", "let it change a clone") if is_input else ("parameter", "make it a buffer")
+                raise InputError.of("module", f"changes its {what} {spec.target} in place; {remedy}")
 
     def result(self, flat: Sequence[Any]) -> Any:
         """Return what the module returns, made of its parts."""
@@ -370,14 +371,6 @@ def flattened(
     except TypeError as error:
         raise InputError.of("inputs", f"do not fit the module's forward{signature}: {error}") from None
     return tree.tree_flatten((bound.args, bound.kwargs))
-
-
-def _is_rewritten(node: Node) -> bool:
-    schema = getattr(node.target, "_schema", None)
-    if node.op != "call_function" or schema is None or draws(node) or is_mapped(node):
-        return draws(node) or is_mapped(node)
-    tracked = schema.name == "aten::batch_norm" and argument(node, "running_mean") is not None
-    return bool(schema.is_mutable) or (tracked and bool(argument(node, "training")))
 
 
 def _is_floating(value: Any) -> bool:

@@ -72,6 +72,12 @@ def spoken(own: Any, x: torch.Tensor) -> torch.Tensor:
     return ctc_loss(own.a(x).log_softmax(-1)[:, None], torch.tensor([[0, 2, 1]]), torch.tensor([6]), torch.tensor([3]))
 
 
+def averaged(own: Any, x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        own.b.weight.mul_(0.9).add_(own.a.weight, alpha=0.1)
+    return own.a(x) + own.b(x)
+
+
 @pytest.mark.parametrize(
     ("function", "says"),
     [
@@ -87,6 +93,8 @@ def spoken(own: Any, x: torch.Tensor) -> torch.Tensor:
         (lambda own, x: own.a(x).as_strided((7, 8), (8, 1)), "as_strided|out of bounds"),
         (lambda own, x: Answer(own.a(x)), r"returns a .*Answer, whose .* call torch.export.register_dataclass\(Answer"),
         (lambda own, x: x > 0, "module: returns no tensor that follows from a parameter, or an input with a gradient"),
+        (averaged, "module: changes its parameter b.weight in place; make it a buffer"),
+        (lambda own, x: own.a(x.add_(1)), "module: changes its input .* in place; let it change a clone"),
         (lambda own, x: None, "module: returns no tensor that follows from a parameter"),
     ],
 )
