@@ -281,6 +281,7 @@ def _quietly() -> Iterator[None]:
 
 
 _BY_NUMBERS = (GuardOnDataDependentSymNode, DataDependentOutputException, DynamicOutputShapeException)
+_INNER_GRADIENTS = ("fake tensor in the exported program constant", "functorch tensor", "no attribute 'constant'")
 _MARK = "mark a function that calls it: @autoshard.local(...)"
 _LOUD = ("torch.fx.experimental.symbolic_shapes", "torch._subclasses.fake_tensor")
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
@@ -352,6 +353,10 @@ def _not_traced(error: Exception) -> tuple[str, str]:
         verb, kind = "returns" if foreign[1] == "Found" else "takes", foreign[2]
         remedy = f"a tuple or a dict, or call torch.export.register_dataclass({kind.rpartition('.')[2]}) before"
         return "module", f"{verb} a {kind}, whose parts torch does not know; make it {remedy}"
+    if any(words in text for words in _INNER_GRADIENTS):
+        return _own_line(
+            error
+        ), "takes a gradient inside of forward, or another function that torch cannot trace; write it as operations"
     return _own_line(error), f"cannot be traced: {type(error).__name__}: {text}"
 
 

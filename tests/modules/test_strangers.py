@@ -18,7 +18,9 @@ from autoshard.modules.state.tree import ModuleTree
 from tests.modules.modules import numbers
 from tests.modules.test_rare_modules import Own
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore:.*weight_norm")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore:.*weight_norm", "ignore:The .grad"
+)
 
 
 def worst(module: nn.Module, inputs: Sequence[torch.Tensor]) -> float:
@@ -78,6 +80,11 @@ def averaged(own: Any, x: torch.Tensor) -> torch.Tensor:
     return own.a(x) + own.b(x)
 
 
+def forces(own: Any, x: torch.Tensor) -> torch.Tensor:
+    x = x.clone().requires_grad_(True)
+    return torch.autograd.grad(own.a(x).tanh().sum(), x, create_graph=True)[0]
+
+
 @pytest.mark.parametrize(
     ("function", "says"),
     [
@@ -93,6 +100,14 @@ def averaged(own: Any, x: torch.Tensor) -> torch.Tensor:
         (lambda own, x: own.a(x).as_strided((7, 8), (8, 1)), "as_strided|out of bounds"),
         (lambda own, x: Answer(own.a(x)), r"returns a .*Answer, whose .* call torch.export.register_dataclass\(Answer"),
         (lambda own, x: x > 0, "module: returns no tensor that follows from a parameter, or an input with a gradient"),
+        (
+            forces,
+            "module: takes a gradient inside of forward, or another function that torch cannot trace; write it as op",
+        ),
+        (
+            lambda own, x: torch.func.jacrev(own.a)(x),
+            "module: takes a gradient inside of forward, .*; write it as operations",
+        ),
         (averaged, "module: changes its parameter b.weight in place; make it a buffer"),
         (lambda own, x: own.a(x.add_(1)), "module: changes its input .* in place; let it change a clone"),
         (lambda own, x: None, "module: returns no tensor that follows from a parameter"),
