@@ -97,6 +97,7 @@ def forces(own: Any, x: torch.Tensor) -> torch.Tensor:
         (lambda own, x: own.a(x) * torch.randn(8, generator=torch.Generator()), "draws with a generator of its own"),
         (lambda own, x: own.a(x) * random.random(), "module: forward draws numbers from Python or numpy, or sets a"),
         (lambda own, x: own.a(x)[:, :4].as_strided((3,), (8,), 5), "as_strided reads memory between or beside the"),
+        (lambda own, x: own.a(x).as_strided((3,), (8,)).add_(1), "a result of as_strided is changed in place, which"),
         (lambda own, x: own.a(x).as_strided((7, 8), (8, 1)), "as_strided|out of bounds"),
         (lambda own, x: Answer(own.a(x)), r"returns a .*Answer, whose .* call torch.export.register_dataclass\(Answer"),
         (lambda own, x: x > 0, "module: returns no tensor that follows from a parameter, or an input with a gradient"),

@@ -17,8 +17,7 @@ _BY_RULE: Mapping[Rule, tuple[str, ...]] = {
     views.full_tensor: (
         "zeros_like", "ones_like", "full_like", "empty_like", "new_zeros", "new_ones", "new_full", "new_empty",
     ),
-    strides.strided: ("as_strided",),
-    strides.written: ("as_strided_scatter",),
+    strides.strided: ("as_strided", "as_strided_scatter"),
     views.sliced: ("slice", "select", "narrow"),
     views.split_axis: ("split", "split_with_sizes", "chunk", "unbind"),
     views.concatenated: ("cat", "stack"),

@@ -12,7 +12,10 @@ from autoshard.modules.rules.reader import Reader
 
 
 def strided(reader: Reader, node: Node) -> None:
-    """Take numbers by their places in the memory of the traced tensor."""
+    """Take numbers by their places in the memory of the traced tensor; what is written there is refused."""
+    if node.target._opname == "as_strided_scatter":
+        message = "a result of as_strided is changed in place, which is not supported; change a slice instead"
+        raise InputError.of(line_of(node), message)
     x = node.args[0].meta["val"]
     order = sorted(range(x.dim()), key=lambda axis: (-x.stride(axis), -x.shape[axis]))
     offset = argument(node, "storage_offset")
@@ -23,12 +26,6 @@ def strided(reader: Reader, node: Node) -> None:
         message = "as_strided reads memory between or beside the numbers of its tensor; call contiguous() before it"
         raise InputError.of(line_of(node), message)
     reader.whole(node, function=_taken, arguments=(TensorPlace(0), order, size, strides, first))
-
-
-def written(_: Reader, node: Node) -> None:
-    """Refuse changes in place of a tensor that as_strided returned."""
-    message = "a result of as_strided is changed in place, which is not supported; change a slice instead"
-    raise InputError.of(line_of(node), message)
 
 
 def _taken(x: torch.Tensor, order: Sequence[int], size: Sequence[int], strides: Sequence[int], first: int):
