@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import product
 from math import prod
 from typing import Any
 
@@ -141,7 +142,7 @@ class Elimination:
             tables = [np.full([self.sizes[name] for name in scope], np.inf) for scope in scopes]
             for values, joint in _pieces(step.variables, self.sizes, [*step.factors, rest]):
                 for table, scope in zip(tables, scopes, strict=True):
-                    here = table[tuple(values if name in step.variables[1:2] else slice(None) for name in scope)]
+                    here = table[tuple(values.get(name, slice(None)) for name in scope)]
                     np.minimum(here, joint.reduced(scope), out=here)
             totals[variable], *sums = tables
             for child, total in zip(children, sums, strict=True):
@@ -219,8 +220,10 @@ def _scope(variable: str, factors: Sequence[CostFactor]) -> tuple[str, ...]:
 def _minimised(variable: str, sizes: Mapping[str, int], factors: Sequence[CostFactor]) -> CostFactor:
     """Return the least sum of factors over a variable, for each choice of its neighbours."""
     variables = _scope(variable, factors)
-    parts = [joint.table.min(axis=0) for _, joint in _pieces(variables, sizes, factors)]
-    return CostFactor(variables=variables[1:], table=parts[0] if len(parts) == 1 else np.concatenate(parts))
+    least = np.empty([sizes[name] for name in variables[1:]])
+    for values, joint in _pieces(variables, sizes, factors):
+        least[tuple(values.get(name, slice(None)) for name in variables[1:])] = joint.table.min(axis=0)
+    return CostFactor(variables=variables[1:], table=least)
 
 
 def _parts(
@@ -280,17 +283,20 @@ def _order(sizes: tuple[tuple[str, int], ...], scopes: tuple[tuple[str, ...], ..
 
 def _pieces(
     variables: Sequence[str], sizes: Mapping[str, int], factors: Sequence[CostFactor]
-) -> Iterator[tuple[slice, CostFactor]]:
-    """Yield the sum of factors cut along its second axis, piece by piece, so that it is never held as a whole."""
-    if len(variables) == 1:
-        yield slice(None), _joined(variables, sizes, factors)
-        return
-    cut = variables[1]
-    step = max(1, _CELLS * sizes[cut] // prod(sizes[name] for name in variables))
-    for start in range(0, sizes[cut], step):
-        values = slice(start, min(start + step, sizes[cut]))
-        here = [factor.sliced(cut, values) for factor in factors]
-        yield values, _joined(variables, {**sizes, cut: values.stop - start}, here)
+) -> Iterator[tuple[Mapping[str, slice], CostFactor]]:
+    """Yield the sum of factors cut along axes after the first, piece by piece, so that it is never held as a whole."""
+    cells, cuts = prod(sizes[name] for name in variables), list[list[tuple[str, slice]]]()
+    for name in variables[1:]:
+        if cells <= _CELLS:
+            break
+        step, size = max(1, _CELLS * sizes[name] // cells), sizes[name]
+        cuts.append([(name, slice(start, min(start + step, size))) for start in range(0, size, step)])
+        cells = cells * step // size
+    for piece in product(*cuts):
+        here, lengths = factors, {name: values.stop - values.start for name, values in piece}
+        for name, values in piece:
+            here = [factor.sliced(name, values) for factor in here]
+        yield dict(piece), _joined(variables, {**sizes, **lengths}, here)
 
 
 def _joined(variables: Sequence[str], sizes: Mapping[str, int], factors: Sequence[CostFactor]) -> CostFactor:

@@ -13,7 +13,7 @@ from autoshard.errors import InputError, nearest, require
 from autoshard.modules.dims import Collision, NotAligned, Position, factors, fresh, name_places, note, size_of
 from autoshard.modules.export import ExportedModule
 from autoshard.modules.local import MARK, NAMESPACE
-from autoshard.modules.nodes import Node, argument, line_of, replaced, tensors_of, torch_name
+from autoshard.modules.nodes import Node, line_of, replaced, tensors_of, torch_name
 from autoshard.modules.program import (
     Read,
     Reading,
@@ -33,12 +33,13 @@ from autoshard.modules.rewriting.randomness import is_in_parts
 from autoshard.modules.rules import RULES
 from autoshard.modules.rules.arguments import understands
 from autoshard.modules.rules.local import local
-from autoshard.modules.rules.recurrent import recurrent
+from autoshard.modules.rules.refused import refuse_operation, refuse_random, refuse_sparse
 from autoshard.modules.rules.unknown import unknown
 
 _SAME = (
     "alias", "clone", "contiguous", "dropout", "feature_dropout", "lift_fresh_copy", "to", "_to_copy", "type_as",
 )  # fmt: skip
+_DRAWN = (*_SAME, *RULES)  # dropout that drops nothing, and nets that draw no numbers, are among these
 _IGNORED = ("_assert_tensor_metadata", "sym_size", "_assert_scalar", "sym_constrain_range_for_size")
 
 
@@ -132,6 +133,14 @@ class ProgramReader:
         require(*((False, f"results.{name}", f"is no result. {nearest(name, places)}") for name in unknown))
         views = {place: self.views.get(node) for place, node, _ in returned if isinstance(node, torch.fx.Node)}
         values = {place: view for place, view in views.items() if isinstance(view, View)}
+        trained_places = values.keys() if chosen is None else values.keys() & {*chosen}
+        require(
+            (
+                bool(trained_places),
+                "module",
+                "returns no tensor that follows from a parameter, or an input with a gradient",
+            )
+        )
         trained = {value for value in self.values if self._is_trained(value)}
         with_gradient = trained_values(self.steps, trained)
         floats = {
@@ -155,7 +164,7 @@ class ProgramReader:
         if node.op == "placeholder":
             self._placeholder(node)
         elif node.op == "call_function":
-            _refuse_random(node)
+            refuse_random(node, _DRAWN)
             before = node.all_input_nodes
             if any(is_in_parts(read) or (read in self.views and read.name not in self.inputs) for read in before):
                 self._operation(node)
@@ -167,7 +176,7 @@ class ProgramReader:
             if tied_node is not None:
                 self.views[node] = self.views[tied_node]
                 return
-            path = [part for part in whole_path.split(".") if not part.isdecimal()]
+            path = [part for part in whole_path.split(".") if not part.isdecimal()] or [whole_path]
             hint = path[-2] if len(path) > 1 and path[-1] in ("weight", "bias") else path[-1]
             self._value(node, "parameter", [re.sub("_(weight|bias)$", "", hint)][: node.meta["val"].dim()])
         elif getattr(self.exported.arguments.get(node.name), "requires_grad", False):
@@ -184,6 +193,7 @@ class ProgramReader:
         tensor = node.meta["val"]
         if not all(isinstance(size, int) for size in tensor.shape):
             raise InputError.of(line_of(node), f"{node.name} has a shape that only a run knows. {MARK}")
+        refuse_sparse(node, tensor, "is")
         message = f"names {len(hints)} dims, and the input has {tensor.dim()}"
         require((len(hints) <= tensor.dim(), f"hints.{node.name}", message))
         is_given, pairs = origin != "parameter", itertools.zip_longest(tensor.shape, hints, fillvalue="")
@@ -215,13 +225,11 @@ class ProgramReader:
             assert isinstance(views, tuple), f"{node.args[0]} is one tensor"
             self.views[node] = views[node.args[1]]
             return
-        schema = getattr(target, "_schema", None)
         if torch_name(target) in _IGNORED:
             return
         if name == "wrap_with_autocast":
             raise refused_casts(self.exported.program.graph_module, node, self.exported.call.autocast)
-        if schema is None or schema.is_mutable:
-            raise InputError.of(line_of(node), f"{name} changes a tensor in place, or is no operation of torch")
+        refuse_operation(node, name)
         values, steps = len(self.values), len(self.steps)
         try:
             self._read(name, node)
@@ -232,16 +240,8 @@ class ProgramReader:
 
     def _read(self, name: str, node: Node) -> None:
         """Add the steps of an operation: by the rule of its name, as a pointwise one, or by probing without a rule."""
-        is_torch, output = node.target.namespace == "aten", node.meta["val"]
+        is_torch = node.target.namespace == "aten"
         rule = RULES.get(name if is_torch else node.target._schema.name)
-        several = output if isinstance(output, tuple | list) else [output]
-        shapes = [getattr(part, "shape", (part,)) for part in several if part is not None]
-        if not all(isinstance(size, int) for shape in shapes for size in shape):
-            raise InputError.of(line_of(node), f"{name} gives numbers or a shape that only a run knows. {MARK}")
-        if any(isinstance(part, torch.Tensor) and part.is_complex() for part in several):
-            raise InputError.of(line_of(node), f"{name} gives complex numbers, which are not supported")
-        if any(isinstance(part, torch.Tensor) and part.layout != torch.strided for part in several):
-            raise InputError.of(line_of(node), f"{name} gives a sparse tensor, which is not supported")
         if is_torch and not understands(node):
             unknown(self, node)
         elif is_torch and name in _SAME:
@@ -305,7 +305,7 @@ class ProgramReader:
         """Add a step that each rank runs on its parts of the tensors."""
         self.step(node, alignment, whole=whole, **more)
 
-    def whole(self, node: Node) -> None:
+    def whole(self, node: Node, **more: Any) -> None:
         """Add a step of which nothing is known: every rank reads whole tensors and makes whole results."""
         readings = self.readings(node)
         value, views = node.meta["val"], list[View]()
@@ -313,8 +313,8 @@ class ProgramReader:
         self.kept_whole.append(f"{node.name} ({node.target}): {line_of(node)}")
         for number, tensor in enumerate([value] if isinstance(value, torch.Tensor) else value):
             positions = [fresh(size) for size in tensor.shape]
-            several = None if isinstance(value, torch.Tensor) else number
-            views.append(self.step(node, (self.readings(node), positions), whole=[*needed, *positions], number=several))
+            more |= {"whole": [*needed, *positions], "number": None if isinstance(value, torch.Tensor) else number}
+            views.append(self.step(node, (self.readings(node), positions), **more))
         self.views[node] = views[0] if isinstance(value, torch.Tensor) else tuple(views)
 
     def shape_of(self, reading: Reading) -> tuple[int, ...]:
@@ -384,15 +384,6 @@ class ProgramReader:
         )
         view = self.views[node] = View(value, positions)
         return view
-
-
-def _refuse_random(node: Node) -> None:
-    name = torch_name(node.target)
-    drops = name in ("dropout", "feature_dropout") and node.args[1] and node.args[2]
-    drops = drops or (RULES.get(name) is recurrent and argument(node, "dropout") and argument(node, "train"))
-    is_random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-    if drops or (is_random and name not in (*_SAME, *RULES)):
-        raise InputError.of(line_of(node), f"{name or node.target} draws random numbers; call .eval(), or leave it out")
 
 
 def _one_of(*arguments: Any, function: Callable[..., Any], number: int, **keywords: Any) -> torch.Tensor:

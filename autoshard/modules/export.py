@@ -1,11 +1,12 @@
 """A module as torch exports it: how it is called, what it returns, and the part that depends on no parameter."""
 
-import copy
 import importlib
 import inspect
 import logging
 import os
+import re
 import traceback
+import warnings
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils import _pytree as tree  # as torch.export lays arguments and results out
 from torch.utils.checkpoint import CheckpointFunction
@@ -21,10 +23,12 @@ from torch.utils.hooks import RemovableHandle
 
 from autoshard.errors import InputError, require
 from autoshard.modules.local import MARK
-from autoshard.modules.nodes import Node, argument, place_in_tree
+from autoshard.modules.nodes import Node, place_in_tree
 from autoshard.modules.rewriting.complex_numbers import write_as_pairs
+from autoshard.modules.rewriting.decomposing import decomposed
 from autoshard.modules.rewriting.inlining import gradients_inside_autocast, inline
-from autoshard.modules.rewriting.randomness import RandomInput, draws, take_random_inputs
+from autoshard.modules.rewriting.parts import part_of
+from autoshard.modules.rewriting.randomness import RandomInput, take_random_inputs, unseeded
 from autoshard.modules.state.recording import recorded
 from autoshard.modules.state.tree import ModuleTree
 from autoshard.modules.state.watching import WatchedState
@@ -101,17 +105,16 @@ class ExportedModule:
         args, kwargs = tree.tree_unflatten(separate, layout)
         try:
             hooks = _without_own_hooks(module)
-            with _own_gradients(module) as own_gradients, hooks, recorded(module) as record, _quietly():
+            with _own_gradients(module) as own_gradients, hooks, recorded(module) as record, _quietly(), unseeded():
                 program = torch.export.export(module, args, kwargs, strict=False)
             call = ModuleCall.of(ModuleTree.of(module), layout, flat)
             inline(program.graph_module, _device(module), call.autocast)
-            if any(_changes_something(node) or draws(node) for node in program.graph_module.graph.nodes):
-                program = program.run_decompositions({})  # which makes all changes in place results of their own
+            program = decomposed(program)
             write_as_pairs(program.graph_module)
             random = take_random_inputs(program.graph_module)
         except InputError:  # of a function that the user marks
             raise
-        except GuardOnDataDependentSymNode as error:
+        except _BY_NUMBERS as error:
             raise InputError.of(_own_line(error), f"decides by numbers that only a run knows. {MARK}") from None
         except Exception as error:  # the module itself raises anything, and torch does
             raise InputError.of(*_not_traced(error)) from error
@@ -193,7 +196,9 @@ class ExportedModule:
             elif spec.kind.name == "BUFFER_MUTATION":
                 yield spec.target, node, True
             else:
-                raise InputError.of("module", f"changes its input {spec.target} in place; let it change a clone")
+                is_input = spec.kind.name == "USER_INPUT_MUTATION"
+                what, remedy = ("input", "let it change a clone") if is_input else ("parameter", "make it a buffer")
+                raise InputError.of("module", f"changes its {what} {spec.target} in place; {remedy}")
 
     def result(self, flat: Sequence[Any]) -> Any:
         """Return what the module returns, made of its parts."""
@@ -201,18 +206,7 @@ class ExportedModule:
 
     def part(self, nodes: Sequence[Node]) -> torch.fx.GraphModule:
         """Return the part of the graph that computes these nodes."""
-        graph = copy.deepcopy(self.program.graph_module.graph)
-        copies = dict(zip(self.nodes, graph.nodes, strict=True))
-        results = [copies[node] for node in nodes]
-        needed = {*results}
-        for node in reversed(graph.nodes):
-            if node.op == "output":
-                node.args = (tuple(results),)
-            elif node in needed:
-                needed |= {*node.all_input_nodes}
-            elif node.op != "placeholder":
-                graph.erase_node(node)
-        return torch.fx.GraphModule(self.program.graph_module, graph)
+        return part_of(self.program.graph_module, nodes)
 
     def varying(self) -> set[Node]:
         """Return the nodes whose values may differ between calls: what follows from a placeholder, or is drawn."""
@@ -277,13 +271,17 @@ def _quietly() -> Iterator[None]:
         place.print = lambda *_, **__: None
         for logger in loggers:
             logger.setLevel(logging.CRITICAL)
-        yield
+        with warnings.catch_warnings():  # tensors in attributes are refused here, but those that hooks compute
+            warnings.filterwarnings("ignore", "The tensor attributes? .* assigned during export")
+            yield
     finally:
         del place.print
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
 
 
+_BY_NUMBERS = (GuardOnDataDependentSymNode, DataDependentOutputException, DynamicOutputShapeException)
+_INNER_GRADIENTS = ("fake tensor in the exported program constant", "functorch tensor", "no attribute 'constant'")
 _MARK = "mark a function that calls it: @autoshard.local(...)"
 _LOUD = ("torch.fx.experimental.symbolic_shapes", "torch._subclasses.fake_tensor")
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
@@ -351,6 +349,14 @@ def _not_traced(error: Exception) -> tuple[str, str]:
     text = str(error).strip().partition("\n")[0]
     if "Cache'>" in text:
         return "module", "takes or returns a cache, which programs do not have; pass use_cache=False"
+    if foreign := re.search(r"(Found|Unsupported input type) <class '(.*?)'>", text):
+        verb, kind = "returns" if foreign[1] == "Found" else "takes", foreign[2]
+        remedy = f"a tuple or a dict, or call torch.export.register_dataclass({kind.rpartition('.')[2]}) before"
+        return "module", f"{verb} a {kind}, whose parts torch does not know; make it {remedy}"
+    if any(words in text for words in _INNER_GRADIENTS):
+        return _own_line(
+            error
+        ), "takes a gradient inside of forward, or another function that torch cannot trace; write it as operations"
     return _own_line(error), f"cannot be traced: {type(error).__name__}: {text}"
 
 
@@ -370,14 +376,6 @@ def flattened(
     except TypeError as error:
         raise InputError.of("inputs", f"do not fit the module's forward{signature}: {error}") from None
     return tree.tree_flatten((bound.args, bound.kwargs))
-
-
-def _changes_something(node: Node) -> bool:
-    schema = getattr(node.target, "_schema", None)
-    if node.op != "call_function" or schema is None:
-        return False
-    tracked = schema.name == "aten::batch_norm" and argument(node, "running_mean") is not None
-    return bool(schema.is_mutable) or (tracked and bool(argument(node, "training")))
 
 
 def _is_floating(value: Any) -> bool:

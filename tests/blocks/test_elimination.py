@@ -4,6 +4,7 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
@@ -130,6 +131,25 @@ def test_parts_leave_a_few_percent_where_tables_are_a_hundredth() -> None:
     found = eliminate(instance.sizes, instance.factors, (0, 200))
     assert not found.is_exact and 0.85 * exact < found.cost < exact
     assert exact < total(instance.factors, descended(found.choices(), instance.factors))[0] < 1.06 * exact
+
+
+def test_no_piece_of_a_joint_table_is_large_however_few_values_its_first_axes_have(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(elimination, "_CELLS", 1 << 6)
+    made, joined = list[int](), elimination._joined
+
+    def noted(*args: Any) -> CostFactor:
+        factor = joined(*args)
+        made.append(factor.table.size)
+        return factor
+
+    monkeypatch.setattr(elimination, "_joined", noted)
+    names = [f"v{number}" for number in range(12)]
+    table = np.random.default_rng(0).random([2] * 12)
+    result = eliminate(dict.fromkeys(names, 2), [CostFactor(variables=tuple(names), table=table)])
+    assert result.cost == table.min() and max(made) <= 1 << 7
+    assert all(totals.min() == table.min() for totals in result.least_totals().values())
 
 
 def test_a_variable_in_no_factor_takes_its_first_value() -> None:

@@ -91,6 +91,7 @@ def _views() -> Mapping[str, Sample]:
         "broadcast_tensors": (lambda x, y: torch.mul(*torch.broadcast_tensors(x, y)), (n(4, 1), n(4, 6))),
         "repeat_interleave": (lambda x: x.repeat_interleave(3, 1) * 1, (x,)),
         "repeat": (lambda x: x.repeat(2, 1, 3, 1) * 1, (x,)),
+        "as_strided": (lambda x: x.as_strided((4, 5, 2, 8), (48, 8, 8, 1)), (x,)),
         "slice": (lambda x: x[:, 1:4], (x,)),
         "slice in turns": (lambda x: x[:, 1::3], (x,)),
         "select": (lambda x: x[:, 2], (x,)),

@@ -163,7 +163,7 @@ def first_three(own: Any, x: torch.Tensor) -> torch.Tensor:
     ("module", "options", "says"),
     [
         (Own(first_three), {}, r"in first_three return own.a\(x\[:, :3\]\): cannot be traced: RuntimeError: "),
-        (Own(lambda own, x: {own.a(x)}), {}, "module: cannot be traced: RuntimeError: Found <class 'set'> in output"),
+        (Own(lambda own, x: {own.a(x)}), {}, "module: returns a set, whose parts torch does not know; make it a tuple"),
         (first_three, {}, "module: is <function first_three at .*, and no torch.nn.Module"),
         (nn.Linear(8, 8), {"memory_bytes": "1GB"}, "memory_bytes: is '1GB', and no number of bytes"),
         (nn.Linear(8, 8), {"results": "loss"}, r"results: is one text; write \['loss'\]"),

@@ -5,6 +5,7 @@ import math
 import re
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MethodDescriptorType
 from typing import Any
 
 import torch
@@ -140,9 +141,10 @@ class _Text:
         options = [f"{name}={self.argument(option)}" for name, option in _options(operation).items()]
         name, schema = func.overloadpacket.__name__, func._schema
         of_torch = func.namespace == "aten"  # and no operation of a user that has the name of one of torch
-        is_method = (
-            of_torch and bool(schema.arguments) and schema.arguments[0].name == "self" and hasattr(torch.Tensor, name)
-        )
+        # A method in Python, such as index, may be another operation; methods take no lists with None, as of x[:, i].
+        has_method = of_torch and isinstance(getattr(torch.Tensor, name, None), MethodDescriptorType)
+        is_method = has_method and bool(schema.arguments) and schema.arguments[0].name == "self"
+        is_method = is_method and not any(isinstance(part, list | tuple) and None in part for part in args)
         if is_method and args and isinstance(args[0], torch.Tensor) and "out" not in operation.kwargs:
             return f"{self.argument(args[0])}.{name}({', '.join([*map(self.argument, args[1:]), *options])})"
         space = "aten" if of_torch else f"torch.ops.{func.namespace}"

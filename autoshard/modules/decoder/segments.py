@@ -115,5 +115,6 @@ def _taken(steps: Sequence[TracedStep], name: str) -> Traced:
     names = ", ".join(value.name for value in states)
     message = "reads nothing that comes before; the list must hold layers only, and the embedding come before"
     require((bool(states), name, message))
-    require((len(states) == 1, name, f"reads {len(states)} tensors of earlier parts ({names}); one can go on"))
+    message = f"reads {len(states)} tensors of earlier parts ({names}); one goes on, so let layers join what they read"
+    require((len(states) == 1, name, message))
     return states[0]

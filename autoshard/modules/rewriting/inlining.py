@@ -14,6 +14,11 @@ _GRADIENTS = torch.ops.higher_order.wrap_with_set_grad_enabled
 _AUTOCAST = torch.ops.higher_order.wrap_with_autocast
 
 
+def is_mapped(node: Node) -> bool:
+    """Say whether a node belongs to a function that torch.func maps, which torch can write as plain operations."""
+    return node.op == "call_function" and getattr(node.target, "__name__", "") == "_add_batch_dim"
+
+
 @contextmanager
 def gradients_inside_autocast(told: Callable[[], object]) -> Iterator[None]:
     """Call ``told`` where gradients are switched inside of autocast, which torch leaves out of its graph."""

@@ -6,10 +6,13 @@ tensor in it has a stream: a number follows from both and from where it stands i
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from autoshard.engine.torch.kernels.philox import Distribution, random_part
@@ -47,6 +50,20 @@ def new_key(device: torch.device) -> torch.Tensor:
     return torch.randint(_KEYS, ()).to(device)
 
 
+@contextmanager
+def unseeded() -> Iterator[None]:
+    """Refuse what draws real numbers while a module is traced, or sets a seed: each call would have those numbers."""
+
+    def states() -> tuple[Any, ...]:
+        _, numbers, place, *_ = np.random.get_state()
+        return random.getstate(), np.asarray(numbers).tobytes(), place, torch.get_rng_state().tolist()
+
+    before = states()
+    yield
+    message = "draws numbers from Python or numpy, or sets a seed, which only the first call would do; use torch.rand"
+    require((before == states(), "module", f"forward {message}, or give numbers as an input"))
+
+
 def is_in_parts(node: Node) -> bool:
     """Say whether every rank draws its part of a node alone, also where nothing but plain operations reads it."""
     return _IN_PARTS in node.meta
@@ -80,6 +97,8 @@ class _RandomWriter:
 
     def replace(self, node: Node, write: "_Write") -> None:
         """Replace one node, if it draws numbers."""
+        message = "draws with a generator of its own, which no layout can follow; draw outside, and keep a buffer"
+        require((argument(node, "generator") is None, line_of(node), message))
         self._meta, self._name = {key: value for key, value in node.meta.items() if key != "val"}, node.name
         with self.graph.inserting_before(node):
             result = write(self, node)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 
 from autoshard.modules.nodes import Node
-from autoshard.modules.rules import images, indexing, norms, products, recurrent, reductions, views
+from autoshard.modules.rules import images, indexing, norms, products, recurrent, reductions, strides, views
 from autoshard.modules.rules.reader import Reader
 
 Rule = Callable[[Reader, Node], None]
@@ -17,6 +17,7 @@ _BY_RULE: Mapping[Rule, tuple[str, ...]] = {
     views.full_tensor: (
         "zeros_like", "ones_like", "full_like", "empty_like", "new_zeros", "new_ones", "new_full", "new_empty",
     ),
+    strides.strided: ("as_strided", "as_strided_scatter"),
     views.sliced: ("slice", "select", "narrow"),
     views.split_axis: ("split", "split_with_sizes", "chunk", "unbind"),
     views.concatenated: ("cat", "stack"),

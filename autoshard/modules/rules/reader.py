@@ -54,7 +54,7 @@ class Reader(Protocol):
         """Add a step that each rank takes on its parts."""
         ...
 
-    def whole(self, node: Node) -> None:
+    def whole(self, node: Node, **more: Any) -> None:
         """Add a step that needs every input whole."""
         ...
 

@@ -11,6 +11,8 @@ from autoshard.modules.region import constant, expand
 from autoshard.modules.rules.reader import Reader
 from autoshard.modules.rules.unknown import unknown
 
+_COPYING = {"view": torch.reshape, "_unsafe_view": torch.reshape, "view_as": torch.Tensor.reshape_as}
+
 
 def reshape(reader: Reader, node: Node) -> None:
     """Group the dims otherwise; where the new positions are not made of the same dims, everything is kept whole."""
@@ -19,7 +21,8 @@ def reshape(reader: Reader, node: Node) -> None:
     try:
         unify(tuple(dim for position in view.positions for dim in position), tuple(dim for p in positions for dim in p))
     except (NotAligned, Collision):
-        reader.whole(node)
+        # The tensor may lie otherwise in memory than the traced one, of which this was a view.
+        reader.whole(node, **({"function": _COPYING[node.target._opname]} if node.target._opname in _COPYING else {}))
         return
     reader.views[node] = View(view.value, positions)
 

@@ -45,6 +45,18 @@ class StateChange:
         is_plain = _is_plain(self.new) or (type(self.new) in (list, dict) and all(map(_is_plain, parts)))  # pyright: ignore
         return isinstance(self.owner, torch.nn.Module) and not self.is_read and is_plain
 
+    @property
+    def is_installed(self) -> bool:
+        """Whether transformers notes that it has hooked its layers, for hidden states or scores that were asked for."""
+        return self.name == "_output_capturing_hooks_installed" and self.new is True
+
+    @property
+    def is_computed(self) -> bool:
+        """Whether a hook of torch's has computed a weight, as weight_norm does before each call."""
+        hooks = [*self.owner._forward_pre_hooks.values()] if isinstance(self.owner, torch.nn.Module) else []
+        named = [hook for hook in hooks if getattr(hook, "name", None) == self.name]
+        return not self.is_read and any(type(hook).__module__.startswith("torch.nn.utils.") for hook in named)
+
     def is_of_library(self, packages: Collection[str]) -> bool:
         """Say whether an object of an installed package has changed that has no module among those of ``packages``.
 
@@ -238,11 +250,14 @@ class ForwardRecord:
         packages = {_package(type(module)) for module in self.before.modules.values()}
         changes = [change for change in self.before.changes(self.reads) if not change.is_of_library(packages)]
         for change in changes:
-            if not (change.is_lazy or change.is_noted):
+            if not (change.is_lazy or change.is_noted or change.is_computed or change.is_installed):
                 self.before.undo()
                 raise InputError.of("module", str(change))
         self.changes += changes
         self.after = [(module, {**vars(module)}) for module in self.before.modules.values()]
+        olds = {(id(change.owner), change.name): change.old for change in changes if change.is_computed}
+        for module, values in self.after:
+            values.update({name: olds[id(module), name] for name in values if (id(module), name) in olds})
 
     def put_back(self) -> None:
         """Restore attributes to their state after forward, or before it if forward failed; torch copies lists."""
