@@ -125,7 +125,7 @@ class PerCandidate:
 
 
 _COLUMNS = (PerCandidate, Setting, DimSizes, Ring, Route)
-_PLAIN = (float, int, bool, str)
+_PLAIN = frozenset({float, int, bool, str, type(None)})
 
 
 def only(value: Any, rows: Rows) -> Any:
@@ -137,15 +137,17 @@ def _selected(value: Any, rows: Rows) -> Any:
     kind = cast(type[Any], type(value))  # compared, as that is faster than isinstance
     if kind is np.ndarray:
         return value[..., rows]
-    names = _names(kind)
+    names = () if kind in _PLAIN else _names(kind)
     if names:
-        items = ((name, getattr(value, name)) for name in names)
-        return kind(**{name: _selected(item, rows) if type(item) not in _PLAIN else item for name, item in items})
-    if kind is dict:
-        return {key: _selected(item, rows) for key, item in value.items()}
+        return kind(**_each_selected({name: getattr(value, name) for name in names}, rows))
     if kind is tuple:
         return tuple([_selected(item, rows) for item in value])
-    return value
+    return _each_selected(value, rows) if kind is dict else value
+
+
+def _each_selected(items: dict[Any, Any], rows: Rows) -> dict[Any, Any]:
+    """Return some candidates of every value; most values are arrays."""
+    return {key: item[..., rows] if type(item) is np.ndarray else _selected(item, rows) for key, item in items.items()}
 
 
 @cache

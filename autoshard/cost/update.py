@@ -5,7 +5,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Literal
+from typing import Literal, cast
 
 import numpy as np
 
@@ -31,21 +31,31 @@ def num_shards(shards: tuple[str, ...], setting: Setting) -> Number:
 
 def stored_bytes(weights: Weights, setting: Setting, workload: Workload) -> Mapping[str, Number]:
     """Return a rank's weights, gradients, masters and moments in bytes; ZeRO-1 divides the last two, ZeRO-3 all."""
+    shards, residents = cast(Number, 0), cast(Number, 0)
+    for atoms, count in _grouped(weights, 0).items():
+        shard = _rounded_up(count, num_shards(atoms, setting))
+        shards, residents = shards + shard, residents + (shard if setting.zero == 3 else count)
     part_bytes = workload.precision.state_bytes(UPDATES[workload.optimizer].num_moments)
-    parts: dict[str, Number] = dict.fromkeys(part_bytes, 0)
-    for shards, count in _grouped(weights, 0).items():
-        shard = -(-count // num_shards(shards, setting))
-        resident = shard if setting.zero == 3 else count
-        for part, size in part_bytes.items():
-            parts[part] = parts[part] + size * (resident if part in ("weights", "gradients") else shard)
-    return parts
+    return {
+        part: size * (residents if part in ("weights", "gradients") else shards) for part, size in part_bytes.items()
+    }
+
+
+def _rounded_up(count: Number, num_parts: Number) -> Number:
+    """Return the numbers of the largest of equal parts; of arrays, whose whole numbers a quotient rounds right."""
+    if isinstance(count, np.ndarray) or isinstance(num_parts, np.ndarray):
+        return np.ceil(count / num_parts)  # a tenth of the time of //
+    return -(-count // num_parts)
 
 
 def summed_weights(weights: Weights, setting: Setting) -> Weights:
     """Return of how many weights a rank has gradients when all micro-batches are done: pieces of them under ZeRO-3."""
     if setting.zero != 3:
         return weights
-    return {pending: -(-count // num_shards(split_pending(pending)[0], setting)) for pending, count in weights.items()}
+    return {
+        pending: _rounded_up(count, num_shards(split_pending(pending)[0], setting))
+        for pending, count in weights.items()
+    }
 
 
 def _grouped(weights: Weights, part: Literal[0, 1]) -> Weights:

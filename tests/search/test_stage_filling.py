@@ -198,7 +198,9 @@ def test_the_least_layers_take_and_hold_no_more_than_any_kind_of_layer(case: Cas
 
 @given(cases())
 def test_kinds_of_recompute_that_another_dominates_are_in_no_better_filling(case: Case):
-    allowed = not_dominated(case.blocks.layers, case.choices.allowed, case.choices.kinds)
+    allowed = not_dominated(
+        case.blocks.layers, np.arange(case.blocks.num_candidates), case.choices.allowed, case.choices.kinds
+    )
     assert np.all(allowed <= case.choices.allowed)
     fewer = replace(case, choices=replace(case.choices, allowed=allowed))
     every, remaining = every_filling(case), every_filling(fewer)
@@ -215,7 +217,11 @@ def test_a_kind_that_saves_nothing_is_dominated_and_one_that_is_not_allowed_domi
     layer = replace(columns, **rows, **flat, saved_bytes=saved)
     kinds = (PLAIN, Recompute(kind="selective", ops=("mlp",)), Recompute(kind="selective", ops=("norms",)))
     allowed = np.array([[True, True], [True, False], [True, True]])
-    assert not_dominated((layer,), allowed, kinds).tolist() == [[True, True], [True, False], [False, True]]
+    assert not_dominated((layer,), np.arange(2), allowed, kinds).tolist() == [
+        [True, True],
+        [True, False],
+        [False, True],
+    ]
 
 
 @given(cases())

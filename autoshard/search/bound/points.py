@@ -12,14 +12,16 @@ from autoshard.cost.stages import PipelineBlocks
 from autoshard.layout.layout import Cutting
 from autoshard.plan.candidate import Candidate, even_stages
 from autoshard.plan.recompute import Recompute
+from autoshard.schedule.builders import builders
 from autoshard.schedule.schedule import Schedule
 from autoshard.schedule.waves import Floats, Ints
 from autoshard.search.bound.bounds import bound_seconds, least_bytes, least_in_flight, states_of
 from autoshard.search.bound.legal_space import RunVariant
 from autoshard.search.bound.priced_layouts import PricedLayouts, Row
 from autoshard.search.bound.space import SIZES
-from autoshard.search.fill.split_bounds import SplitSearch, least_again_s
+from autoshard.search.fill.split_bounds import SplitSearch
 from autoshard.search.fill.split_filling import split_bounds
+from autoshard.search.fill.split_times import least_again_s
 from autoshard.search.fill.stage_filling import Goal, fill_stages
 from autoshard.search.fill.stage_options import (
     ALL_RANGES,
@@ -33,6 +35,7 @@ from autoshard.search.fill.stage_options import (
 )
 
 SHARPEST = 2
+_SPLIT = 0.3  # of the bubble of 1F1B, under schedules that fill it with weight gradients
 _TIE_DIGITS = 9  # times that agree in so many digits count as equal
 
 
@@ -120,7 +123,7 @@ class Points:
         if not pinned:  # a row for every kind that is priced
             by_kind = {stages[0]: is_allowed for stages, is_allowed in zip(space.recomputes, allowed, strict=True)}
             allowed = np.array([by_kind.get(kind, np.zeros(len(self.rows), dtype=bool)) for kind in kinds])
-            allowed = not_dominated([layer.only(self.rows) for layer in self.priced.layers], allowed, kinds)
+            allowed = not_dominated(self.priced.layers, self.rows, allowed, kinds)
         return StageChoices(
             kinds=kinds,
             allowed=allowed,
@@ -162,10 +165,17 @@ class Points:
 
 
 def likely_s(group: Points) -> float:
-    """Return the least bound of points that share a schedule, with the bubble that 1F1B would have."""
-    assert group.schedule, "the points of a group share a schedule"
-    waits = group.schedule.num_chunks * group.schedule.num_micro_batches
-    return float(group.bound.min(initial=np.inf)) * (1 + (group.schedule.num_ranks - 1) / waits)
+    """Return the least likely seconds of points that share a schedule."""
+    return float(likely_each_s(group).min(initial=np.inf))
+
+
+def likely_each_s(group: Points) -> Floats:
+    """Return the bounds of points that share a schedule, with the bubble that 1F1B would have, or a part of that."""
+    schedule = group.schedule
+    assert schedule, "the points of a group share a schedule"
+    waits = schedule.num_chunks * schedule.num_micro_batches
+    bubble = (schedule.num_ranks - 1) / waits * (_SPLIT if builders()[schedule.builder].splits else 1.0)
+    return group.bound * (1 + bubble)
 
 
 def likely(points: Iterable[Points]) -> list[Points]:

@@ -8,7 +8,8 @@ import numpy as np
 from autoshard.cost.stages import PipelineBlocks
 from autoshard.schedule.counts import counts_of
 from autoshard.schedule.waves import Floats, Ints
-from autoshard.search.fill.split_bounds import SplitBounds, SplitSearch, least_again_s, least_fullest_bytes
+from autoshard.search.fill.split_bounds import SplitBounds, SplitSearch
+from autoshard.search.fill.split_times import SplitTimes, least_again_s, least_fullest_bytes
 from autoshard.search.fill.stage_options import (
     NEVER,
     SURE,
@@ -26,7 +27,7 @@ _BATCHES, _STEPS = 4, 3  # of steps that balance layers in a round, and steps of
 _GAIN = 1e-3  # of a bound: what a few flows must raise it by for more to be looked for
 _ROUNDS = 2
 _TIME_S = (5e-3, 1.2e-7)  # of a batch of splits: measured 2026-11 on one core of a cloud machine
-_WITHIN = 1.05  # of a limit: what moving layers one by one may gain
+_WITHIN = 1.1  # of a limit: what moving layers one by one may gain
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -58,7 +59,9 @@ class SplitFilling:
     def starts(self, *shares: Floats) -> Iterator[Split]:
         """Yield splits to begin with: near-even ones, and those near some fractions of layers."""
         num_layers, stages = self.choices.num_layers, counts_of(self.blocks.schedule).stages
-        yield from near_even_splits(num_layers, stages.size)
+        for first, *between, last in near_even_splits(num_layers, stages.size) if stages.size > 1 else ():
+            yield first, *between, last
+            yield first, *reversed(between), last
         for share in shares:
             yield tuple(_rounded(share, num_layers).tolist())
             by_rank = share[stages]
@@ -191,9 +194,8 @@ def split_bounds(
     ``limits`` are the seconds below which it matters, and the least time of a step beside its micro-batches.
     """
     below_s, bounds_s = limits[0], list[float]()
-    for number, rest_s in enumerate(limits[1].tolist()):
-        column = np.array([number])
-        bounds = SplitBounds(blocks.only(column), choices.only(column), splits)
+    for times, rest_s in zip(SplitTimes.each(blocks, choices), limits[1].tolist(), strict=True):
+        bounds = SplitBounds(times, splits)
         bounds_s.append(bounds.bound_s(bounds.paths(), below_s - rest_s) + rest_s)
     return np.array(bounds_s) * (1 - SURE)
 
@@ -202,7 +204,8 @@ def _filled(candidate: SplitFilling, effort: Effort, limits: tuple[float, float,
     """Bound all splits, try some if they may be below a limit, and bound again if the gap is too wide."""
     schedule, splits, (below_s, rest_s, bound_s) = candidate.blocks.schedule, candidate.search, limits
     best = StageFilling.nothing(schedule.num_stages, np.full(1, np.inf))
-    bounds = SplitBounds(candidate.blocks, candidate.choices, splits)
+    (times,) = SplitTimes.each(candidate.blocks, candidate.choices)
+    bounds = SplitBounds(times, splits)
     for step in range(_ROUNDS):
         limit_s = min(below_s, float(best.time_s[0]) * (1 - effort.gap))
         if bound_s >= limit_s:

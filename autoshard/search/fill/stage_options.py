@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +21,7 @@ ALL_RANGES = ("1f1b", "gpipe")  # schedules whose longest paths are known: those
 SURE = 1e-12  # of a bound that was computed in another order
 _RELIEVED = ((0, 1), (1, 0), (1, 1), (0, 2), (1, 2))  # layers that the first and the last stage give away
 
+_PARTS = frozenset({Recompute(), Recompute(kind="full")})  # of a stage may have these kinds, side by side
 # In which kinds differ.
 _DOMINATED = (*PASSES, "saved_bytes", "moment_bytes", "waiting_bytes", "placeholder_bytes", "host_bytes")
 
@@ -102,19 +104,25 @@ class StageFilling(PerCandidate):
 
 
 def not_dominated(
-    layers: Sequence[BlockTotals], allowed: NDArray[np.bool_], kinds: Sequence[Recompute]
+    layers: tuple[BlockTotals, ...], rows: Ints, allowed: NDArray[np.bool_], kinds: Sequence[Recompute]
 ) -> NDArray[np.bool_]:
     """Leave out kinds of recompute that take and keep no less than another kind that is allowed: [kind, candidate].
 
-    Part of a stage's layers may recompute in full and the others nothing, so these two kinds always remain.
+    The candidates are rows of the layers. Part of a stage's layers may recompute in full and the others nothing, so
+    these two kinds always remain.
     """
-    better = np.tril(np.ones((len(kinds), len(kinds)), dtype=bool), -1)[..., None]  # among equals the first
-    columns = np.concatenate([[getattr(layer, name) for name in _DOMINATED] for layer in layers])
-    no_worse = np.all(columns[:, None] <= columns[:, :, None], axis=0)  # [kind, other kind, candidate]
-    better = no_worse & (better | ~no_worse.swapaxes(0, 1)) & allowed
-    dominated = better.any(axis=1)
-    dominated[[kind in (Recompute(), Recompute(kind="full")) for kind in kinds]] = False
+    dominated: NDArray[np.bool_] = np.any(_betters(layers)[:, :, rows] & allowed, axis=1)
+    dominated[[kind in _PARTS for kind in kinds]] = False
     return allowed & ~dominated
+
+
+@lru_cache(maxsize=64)  # layers that are priced together are asked about for each variant and schedule
+def _betters(layers: tuple[BlockTotals, ...]) -> NDArray[np.bool_]:
+    """Say which other kinds of recompute are better than a kind, or equal and before it: [kind, other, candidate]."""
+    columns = np.concatenate([[getattr(layer, name) for name in _DOMINATED] for layer in layers])
+    no_worse = np.all(columns[:, None] <= columns[:, :, None], axis=0)
+    first = np.tril(np.ones((columns.shape[1], columns.shape[1]), dtype=bool), -1)[..., None]  # among equals
+    return no_worse & (first | ~no_worse.swapaxes(0, 1))
 
 
 def listed_splits(

@@ -17,7 +17,8 @@ count as complexity.
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cache
 from itertools import combinations, combinations_with_replacement, groupby
 
 import numpy as np
@@ -27,7 +28,7 @@ from autoshard.plan.recompute import Recompute
 from autoshard.schedule.waves import Floats, Ints
 from autoshard.search.bound.points import Points, Solution
 from autoshard.search.fill.stage_filling import SURE, Goal, fill_stages
-from autoshard.search.fill.stage_options import ALL_RANGES, NEVER, ChunkLayers, RankOptions, StageFilling
+from autoshard.search.fill.stage_options import ALL_RANGES, NEVER, ChunkLayers, RankOptions, StageChoices, StageFilling
 
 _AXES = ("tp", "pp", "cp", "ep", "dp")
 _EVEN, _UNEVEN = range(5), (5, 6)  # places in the order of stages and recompute; uneven: one kind, two kinds
@@ -61,12 +62,12 @@ def simplest(
         keys = _simplicity(points)
         for key in dict.fromkeys(keys):
             ordered[key].append((points, np.flatnonzero([key == point_key for point_key in keys])))
-    priced: dict[int, EvenStages] = {}  # by the identity of their points, which live as long
+    looked_at = _LookedAt(goal=goal, limit=limit)
     for recompute in (*_EVEN, *_UNEVEN):
         for _, key_group in groupby(sorted(ordered), key=lambda key: key[:2]):  # schedule and chunks
             plans, below = list[Simple](), limit
             for key in key_group:
-                best = _fastest_of_key(ordered[key], goal, (recompute, below), priced, between)
+                best = _fastest_of_key(ordered[key], (recompute, below), looked_at, between)
                 if best:
                     plans.append(Simple(simplicity=(recompute, *key), solution=best))
                     if not np.isfinite(near):
@@ -86,29 +87,59 @@ def simplest_near(plans: Sequence[Simple], near: float) -> Simple:
     return min(fast, key=lambda plan: (plan.simplicity, plan.solution.order[:3]))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _LookedAt:
+    """What is known of points with even stages and with uneven ones, by the identity of points, which live as long."""
+
+    goal: Goal
+    limit: float
+    even: "dict[int, EvenStages]" = field(default_factory=dict[int, "EvenStages"])
+    least_uneven: dict[int, Floats] = field(default_factory=dict[int, Floats])
+
+    def even_of(self, points: Points) -> "EvenStages":
+        """Return every recompute of even stages."""
+        if id(points) not in self.even:
+            self.even[id(points)] = EvenStages.of(points, self.goal)
+        return self.even[id(points)]
+
+    def least_uneven_of(self, points: Points) -> Floats:
+        """Return what points take at least with uneven stages, if each may have any kind of recompute on the device."""
+        if id(points) not in self.least_uneven:
+            choices = points.choices
+            if choices.stages or choices.recompute or points.variant.space.base.schedule not in ALL_RANGES:
+                self.least_uneven[id(points)] = np.full(len(points.rows), np.inf)
+            else:
+                allowed = choices.allowed & np.array([not kind.offload for kind in choices.kinds])[:, None]
+                bounded = replace(self.goal, effort=replace(self.goal.effort, gap=1.0))
+                choices = replace(choices, allowed=allowed, partly=False)
+                filling = fill_stages(points.blocks, choices, bounded, (0.0, self.limit), points.rest_s)
+                self.least_uneven[id(points)] = filling.bound
+        return self.least_uneven[id(points)]
+
+
 def _fastest_of_key(
     groups: Sequence[tuple[Points, Ints]],
-    goal: Goal,
     sought: tuple[int, float],
-    priced: dict[int, "EvenStages"],
+    looked_at: _LookedAt,
     between: Callable[[], None],
 ) -> Solution | None:
-    """Return the fastest plan of some points with recompute from one place in the order, below a limit."""
+    """Return the fastest plan of some points with recompute from one place in the order, below a limit.
+
+    Uneven stages in the order of another schedule than 1F1B or GPipe are not simple.
+    """
     (recompute, limit), best = sought, None
     for points, indices in groups:
         between()
         below = best.value * (1 + _TIE) if best else limit
         numbers = indices[points.bound[indices] < below]
+        if recompute in _UNEVEN and len(numbers):
+            numbers = numbers[looked_at.least_uneven_of(points)[numbers] < below]
         if not len(numbers):
             continue
         if recompute in _UNEVEN:
-            if points.variant.space.base.schedule not in ALL_RANGES:
-                continue  # uneven stages in the order of another schedule than 1F1B or GPipe are not simple
-            solution = _uneven(points.only(numbers), goal, below, recompute - len(_EVEN) + 1)
+            solution = _uneven(points.only(numbers), looked_at.goal, below, recompute - len(_EVEN) + 1)
         else:
-            if id(points) not in priced:
-                priced[id(points)] = EvenStages.of(points, goal)
-            solution = priced[id(points)].fastest(recompute, numbers, below)
+            solution = looked_at.even_of(points).fastest(recompute, numbers, below)
         best = min((entry for entry in (best, solution) if entry), key=lambda entry: entry.order, default=None)
     return best
 
@@ -162,6 +193,7 @@ class EvenStages:
     """Points that share a schedule, with even or pinned splits of layers, priced under every allowed recompute."""
 
     points: Points
+    choices: StageChoices
     options: RankOptions
 
     @classmethod
@@ -170,7 +202,7 @@ class EvenStages:
         blocks, choices = points.blocks, points.choices
         split = choices.stages or even_stages(choices.num_layers, blocks.schedule.num_stages)
         layers = ChunkLayers.of_splits(blocks, [split])
-        return cls(points=points, options=RankOptions.of(blocks, choices, layers, goal.capacity))
+        return cls(points=points, choices=choices, options=RankOptions.of(blocks, choices, layers, goal.capacity))
 
     def fastest(self, recompute: int, numbers: Ints, limit: float) -> Solution | None:
         """Return the fastest of some points below a limit, with recompute from one place in the order of simplicity.
@@ -200,28 +232,10 @@ class EvenStages:
 
     def _pairs(self, recompute: int) -> tuple[Ints, Ints]:
         """Return the pairs of options that a place in the order of recompute allows; equal options are one option."""
-        options, choices = self.options.options, self.points.choices
-        partly = [bool(is_partial) for is_partial in np.any(options.plain > 0, axis=(0, 2))]
+        options, choices = self.options.options, self.choices
+        partly = tuple(bool(is_partial) for is_partial in np.any(options.plain > 0, axis=(0, 2)))
         kinds: list[int] = options.kind[0, :, 0].tolist()
-        numbers, rows = range(len(partly)), [choices.kinds[row] for row in kinds]
-        whole = [number for number in numbers if not partly[number] and not rows[number].offload]
-        if choices.recompute:  # pinned
-            pairs = [(number, number) for number in numbers if recompute == 0]
-        elif recompute < 2:
-            pairs = [(number, number) for number in (numbers if recompute else whole) if partly[number] == recompute]
-        elif recompute == 2:
-            pairs = list(combinations(whole, 2))
-        elif recompute == 3:
-            ends = (Recompute(), Recompute(kind="full"))
-            two = [number for number in numbers if partly[number] or rows[number] in ends]
-            pairs = [(first, second) for first, second in combinations(two, 2) if partly[first] or partly[second]]
-        else:
-            alike = [number for number in numbers if not partly[number]]
-            pairs = [
-                pair for pair in combinations_with_replacement(alike, 2) if any(rows[number].offload for number in pair)
-            ]
-        table = np.array(pairs, dtype=np.int64).reshape(-1, 2)
-        return table[:, 0], table[:, 1]
+        return _pairs_of(recompute, partly, tuple(choices.kinds[row] for row in kinds), bool(choices.recompute))
 
     def _bound(self, least_s: Floats, numbers: Ints) -> Floats:
         """Return a lower bound of the step, given the time of a micro-batch on its ranks: [pair, point]."""
@@ -229,3 +243,29 @@ class EvenStages:
         before_s = np.cumsum(least_s, axis=0) - least_s if blocks.schedule.builder in ALL_RANGES else 0.0
         passes_s = (before_s + blocks.schedule.num_micro_batches * least_s).max(axis=0)
         return (passes_s + self.points.rest_s[numbers] + blocks.fixed_s[numbers]) * (1 - SURE)
+
+
+@cache
+def _pairs_of(
+    recompute: int, partly: tuple[bool, ...], kinds: tuple[Recompute, ...], is_pinned: bool
+) -> tuple[Ints, Ints]:
+    """Return pairs of options, given which recompute part of the layers only, the kind of each, and if it is pinned."""
+    numbers = range(len(partly))
+    whole = [number for number in numbers if not partly[number] and not kinds[number].offload]
+    if is_pinned:
+        pairs = [(number, number) for number in numbers if recompute == 0]
+    elif recompute < 2:
+        pairs = [(number, number) for number in (numbers if recompute else whole) if partly[number] == recompute]
+    elif recompute == 2:
+        pairs = list(combinations(whole, 2))
+    elif recompute == 3:
+        ends = (Recompute(), Recompute(kind="full"))
+        two = [number for number in numbers if partly[number] or kinds[number] in ends]
+        pairs = [(first, second) for first, second in combinations(two, 2) if partly[first] or partly[second]]
+    else:
+        alike = [number for number in numbers if not partly[number]]
+        pairs = [
+            pair for pair in combinations_with_replacement(alike, 2) if any(kinds[number].offload for number in pair)
+        ]
+    table = np.array(pairs, dtype=np.int64).reshape(-1, 2)
+    return table[:, 0], table[:, 1]
