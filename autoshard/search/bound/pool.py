@@ -14,7 +14,7 @@ from autoshard.blocks.cutting import solved_cutting
 from autoshard.layout.layout import Cutting
 from autoshard.layout.pin import Pin
 from autoshard.plan.explanation import Certificate
-from autoshard.schedule.waves import Floats
+from autoshard.schedule.waves import Floats, Ints
 from autoshard.search.bound.legal_space import LegalSpace, RunVariant
 from autoshard.search.bound.mesh_kinds import MeshKinds
 from autoshard.search.bound.points import SHARPEST, Points, Solution, likely, likely_s
@@ -33,6 +33,7 @@ _LIKELY = 8  # layouts that are timed before all others, once for each kind of m
 _LOOKS = 8  # times that points are opened to find the one that misses memory by least
 _AT_ONCE = 8  # points of a group that are solved together, those with the best bounds
 _RUNNER_UP = 3  # groups of points that are solved for each runner-up
+_SURVEYED = 300  # groups of points of which even stages are timed at last
 _NEAR, _MOST_NEAR = 3, 16  # sizes in which layouts differ from the best, and groups of these that are solved
 _TIE = 1e-8  # relative: times that differ by less count as equal
 
@@ -62,6 +63,7 @@ class Pool:
         self._least: dict[Row, float] = {}  # the least bound of the solved points of a layout
         self.own_cuttings = OwnCuttings()
         self._rough_s: dict[int, Floats] = {}
+        self._looked_at = np.inf  # the value of the best solution when open points were looked at last
         self._kinds.queue_all(self.rough_s(legal.space.base.zero))
 
     def settle(self, count: int) -> None:
@@ -92,9 +94,7 @@ class Pool:
             if even:
                 self._solve(even.point, even.value)
                 continue
-            if self.left.least < self._limit and not (
-                self._gives_up and not any(self._look_near(best) for best in self.solutions[:1])
-            ):
+            if self.left.least < self._limit and not (self._gives_up and not self._look_further()):
                 continue
             if looked:
                 break
@@ -140,27 +140,53 @@ class Pool:
         finally:
             self._place = 1
 
-    def _look_near(self, best: Solution) -> bool:
-        """Solve some points near the best solution, those that look fastest; say whether one is better.
+    def _look_further(self) -> bool:
+        """Look at points that are left open, once for each best solution; say whether one of them is better."""
+        value = self._best.value
+        if value < self._looked_at:
+            self._looked_at, best = value, self.solutions[0]
+            self._survey()
+            self._look_near(best)
+        return self._best.value < value
+
+    def _look_near(self, best: Solution) -> None:
+        """Solve some points near the best solution, those that look fastest.
 
         Points of the same schedule are near if few sizes differ: a factor has moved between axes, or mbs has changed.
+        Points of other schedules are near if they are of the same layout.
         """
         rows, sizes = self.legal.space.rows, ("tp", "pp", "cp", "ep", "dp", "mbs")
         num_changed = sum(rows[key] != rows[key][best.layout] for key in sizes)
-        near = np.flatnonzero(num_changed <= _NEAR)
-        runs = [run for run in self.legal.variants if run.space.base.schedule == best.candidate.schedule]
+        same = [run for run in self.legal.variants if run.space.base.schedule == best.candidate.schedule]
+        others = [run for run in self.legal.variants if run not in same]
+        for runs, most_changed in ((same, _NEAR), (others, 0)):
+            self._solve_some(runs, np.flatnonzero(num_changed <= most_changed), best.value)
+
+    def _solve_some(self, runs: Sequence[RunVariant], layouts: Ints, limit: float) -> None:
+        """Solve points of some variants and layouts that look fastest, if they may take less than a limit."""
         self._add_recompute(
-            self.left.plain, runs, lambda plain: np.isin(plain.layouts, near) & (plain.bounds < best.value)
+            self.left.plain, runs, lambda plain: np.isin(plain.layouts, layouts) & (plain.bounds < limit)
         )
-        groups: list[Points] = []
-        for points in [group for group in self.points if group.variant.space.base.schedule == best.candidate.schedule]:
-            is_open = np.isin(points.layouts, near) & ~self._records.solved(points)
-            is_open &= self._records.least(points) < best.value
-            groups += [*self.own_cuttings.in_use(points.only(is_open)).by_schedule()] if is_open.any() else []
-        for group in sorted(groups, key=likely_s)[:_MOST_NEAR]:
+        among = [points for points in self.points if points.variant in runs]
+        for group in self._likeliest(among, layouts)[:_MOST_NEAR]:
             self.between()
-            self._solve(group.only(np.argsort(group.bound, kind="stable")[:_AT_ONCE]), best.value)
-        return self.solutions[0].value < best.value
+            self._solve(group.only(np.argsort(group.bound, kind="stable")[:_AT_ONCE]), limit)
+
+    def _survey(self) -> None:
+        """Time even stages of the unsolved points that look fastest."""
+        for group in self._likeliest(self.points)[:_SURVEYED]:
+            self.between()
+            filling = group.evenly_solved(self.goal)
+            self._best.keep(group, filling, self.goal.value(filling))
+
+    def _likeliest(self, among: Sequence[Points], layouts: Ints | None = None) -> list[Points]:
+        """Return the unsolved points that may be better than all solutions, by schedule, the likeliest first."""
+        groups: list[Points] = []
+        for points in among:
+            is_open = ~self._records.solved(points) & (self._records.least(points) < self._best.value)
+            is_open &= np.isin(points.layouts, layouts) if layouts is not None else True
+            groups += [*self.own_cuttings.in_use(points.only(is_open)).by_schedule()] if is_open.any() else []
+        return sorted(groups, key=likely_s)
 
     def settled(self, solution: Solution) -> bool:
         """Say whether the layout of a solution has its own cutting; if not, give it that and settle all again."""
