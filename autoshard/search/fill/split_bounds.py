@@ -139,7 +139,7 @@ class SplitBounds:
         fixed_s += self._rows[:, -1] * self._times.sends.time_s + passes.sum(axis=2) @ self._started
         layer_s, num_free = np.einsum("jps,p->js", passes, self._layer), self._num_layers - self.schedule.num_stages
         runs = self._times.again_runs(passes)
-        near_s = layer_s + passes[:, 1] * self._again_s(self.layers)  # as if each layer computed as much again, in I
+        near_s = layer_s + runs.min(axis=0) * self._again_s(self.layers)  # as if each layer computed as much again
         payoff, flows = (fixed_s + near_s.sum(axis=1))[:, None] + num_free * near_s, self._known.flows[self.schedule]
         if len(self._rows) == len(flows):
             best = np.eye(len(payoff))[payoff.min(axis=1).argmax()]
@@ -189,11 +189,11 @@ class SplitBounds:
         fits: NDArray[np.bool_] = np.isfinite(np.min(again_s, axis=0))
         if not fits.any(axis=1).all():
             return np.inf, np.full(fits.shape, np.inf)
-        again_s = np.minimum(again_s, NEVER)
+        again_s, unfit_s = np.where(np.isfinite(again_s), again_s, 0.0), np.where(np.isfinite(again_s), 0.0, NEVER)
         num_free, ranks = self._num_layers - self.schedule.num_stages, np.arange(len(stages))[:, None]
         whole_s = paths.fixed_s + paths.layer_s.sum(axis=1)
         best_s, best_runs, best_whole_s = flow @ paths.layer_s, flow @ paths.runs, flow @ whole_s
-        best_again_s = (best_runs[:, stages].min(axis=2)[..., None] * again_s).min(axis=0)
+        best_again_s = (best_runs[:, stages].min(axis=2)[..., None] * again_s + unfit_s).min(axis=0)
         own_s = best_s[stages].min(axis=1)[:, None] * more + best_again_s
         price_s, least_s = _best_price(np.where(fits, own_s, np.inf), more, num_free)
         number = paths.layer_s[:, stages].sum(axis=2).argmax(axis=0)  # the path of each rank
@@ -202,7 +202,8 @@ class SplitBounds:
         runs = _SHARES * paths.runs[:, number][:, :, None] + best_shares * best_runs[:, None, None]
         rank_s = each_s[ranks, :, stages].min(axis=1)[..., None]
         rank_runs = runs[:, ranks, :, stages].min(axis=1)  # [rank, sort, share]
-        rank_again_s = (rank_runs[..., None] * again_s.swapaxes(0, 1)[:, :, None]).min(axis=1)  # [rank, share, total]
+        by_sort_s = rank_runs[..., None] * again_s.swapaxes(0, 1)[:, :, None] + unfit_s.swapaxes(0, 1)[:, :, None]
+        rank_again_s = by_sort_s.min(axis=1)  # [rank, share, total]
         alone_s[ranks, stages] = np.inf
         elsewhere_s = alone_s.min(axis=1)[:, None, None] * np.maximum(num_free - more, 1e-30)
         cost = _SHARES * (whole_s[number][:, None, None] + np.where(num_free > more, elsewhere_s, 0.0))

@@ -129,8 +129,9 @@ def _again_parts(blocks: PipelineBlocks, choices: StageChoices) -> Floats:
     again_s, sorts, possible = by_pass.sum(axis=0), _sorts_of(blocks, fastest), _possible(blocks, choices)
     part = by_pass / np.maximum(again_s, 1e-30)
     each_sort = [possible & (sorts == sort) & (again_s > 0) for sort in (0, 1)]
-    least = [np.where(is_sort, part, 1.0).min(axis=1) * is_sort.any(axis=0) for is_sort in each_sort]
-    most = [np.where(is_sort, part, 0.0).max(axis=1) for is_sort in each_sort]
+    in_input = np.array([0.0, 1.0, 0.0])[:, None]  # where no kind of a sort may be used
+    least = [np.where(of.any(axis=0), np.where(of, part, 1.0).min(axis=1), in_input) for of in each_sort]
+    most = [np.where(of.any(axis=0), np.where(of, part, 0.0).max(axis=1), in_input) for of in each_sort]
     return np.array([least, most])
 
 
