@@ -33,7 +33,7 @@ QUESTIONS = {
 def test_no_slower_plan_is_the_answer(name: str):
     (model, cluster, nodes), text = QUESTIONS[name]
     request = request_of(QuestionOptions(model=model, cluster=cluster), nodes)
-    known = plan_at(request, Candidate.parse(text))
-    assert known.prediction and known.prediction.peak_bytes <= known.prediction.capacity_bytes
+    reference = plan_at(request, Candidate.parse(text))
+    assert reference.prediction and reference.prediction.peak_bytes <= reference.prediction.capacity_bytes
     (best,) = search(request).plans
-    assert best.prediction and best.prediction.step_time_s <= known.prediction.step_time_s * (1 + 5e-3)
+    assert best.prediction and best.prediction.step_time_s <= reference.prediction.step_time_s * (1 + 5e-3)

@@ -158,8 +158,8 @@ class Pool:
         rows, sizes = self.legal.space.rows, ("tp", "pp", "cp", "ep", "dp", "mbs")
         num_changed = sum(rows[key] != rows[key][best.layout] for key in sizes)
         same = [run for run in self.legal.variants if run.space.base.schedule == best.candidate.schedule]
-        others = [run for run in self.legal.variants if run not in same]
-        for runs, most_changed in ((same, _NEAR), (others, 0)):
+        elsewhere = [run for run in self.legal.variants if run not in same]
+        for runs, most_changed in ((same, _NEAR), (elsewhere, 0)):
             self._solve_some(runs, np.flatnonzero(num_changed <= most_changed), best.value)
 
     def _solve_some(self, runs: Sequence[RunVariant], layouts: Ints, limit: float) -> None:
