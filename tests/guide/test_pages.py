@@ -27,7 +27,8 @@ THOROUGH = ("guides/sweeps",)  # many minutes
 # What is typed here in the place of what a page says: fewer steps, and searches over GPUs that end after some seconds
 # with the best plan so far.
 SHORTER = {
-    r"^(autoshard plan [^|]*\b(?:h100|h100-80|our-h200\.yaml|lab\.yaml)\b[^|]*)$": r"\1 --time-limit 4",
+    # Later commands read a plan that is written, which must be the same on a busy machine.
+    r"^(autoshard plan (?![^|]* --out )[^|]*\b(?:h100|h100-80|our-h200\.yaml|lab\.yaml)\b[^|]*)$": r"\1 --time-limit 4",
     r"^(autoshard run tiny-text)$": r"\1 --steps 8",
     r"--steps (?:300|350)\b": "--steps 12",
     r"--steps 40\b": "--steps 9",
