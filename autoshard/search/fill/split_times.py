@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.cost.stages import PASSES, PipelineBlocks, Sends, price_stages
+from autoshard.plan.recompute import Recompute
 from autoshard.schedule.counts import counts_of, in_flight_of
 from autoshard.schedule.schedule import Schedule
 from autoshard.schedule.waves import Floats, Ints
@@ -123,12 +124,17 @@ def _sorts_of(blocks: PipelineBlocks, fastest: Floats) -> Ints:
 
 
 def _again_parts(blocks: PipelineBlocks, choices: StageChoices) -> Floats:
-    """Return the least and most parts of recompute in each pass, of any kind of a sort: [2, sort, pass, candidate]."""
+    """Return the least and most parts of recompute in each pass, of any kind of a sort: [2, sort, pass, candidate].
+
+    Some layers of a stage may compute nothing again. Where that takes longer in some pass than another kind does, it
+    counts among the kinds of both sorts.
+    """
     _, fastest, _ = fastest_passes(blocks, choices)
     by_pass = np.stack([getattr(blocks.layer, name) for name in PASSES]) - fastest[:, None]  # [pass, kind, candidate]
     again_s, sorts, possible = by_pass.sum(axis=0), _sorts_of(blocks, fastest), _possible(blocks, choices)
     part = by_pass / np.maximum(again_s, 1e-30)
-    each_sort = [possible & (sorts == sort) & (again_s > 0) for sort in (0, 1)]
+    plain = np.array([kind == Recompute() for kind in choices.kinds])[:, None]  # beside layers of either sort
+    each_sort = [possible & ((sorts == sort) | plain) & (again_s > 0) for sort in (0, 1)]
     in_input = np.array([0.0, 1.0, 0.0])[:, None]  # where no kind of a sort may be used
     least = [np.where(of.any(axis=0), np.where(of, part, 1.0).min(axis=1), in_input) for of in each_sort]
     most = [np.where(of.any(axis=0), np.where(of, part, 0.0).max(axis=1), in_input) for of in each_sort]
