@@ -4,6 +4,7 @@ Ranks are interpreters without anything of the process that tests, as torchrun, 
 hash seeds.
 """
 
+import faulthandler
 import gc
 import os
 import pickle
@@ -68,7 +69,8 @@ def on_ranks(
     # A rank that has answered may still write to the store while the folder is removed.
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         try:
-            group = {"init_method": f"file://{folder}/store", "timeout": timedelta(seconds=timeout_s)}
+            # A collective that waits for ever says where, before this process gives up.
+            group = {"init_method": f"file://{folder}/store", "timeout": timedelta(seconds=0.9 * timeout_s)}
             for rank, connection in enumerate(ranks):
                 connection.send((group | {"rank": rank, "world_size": num_ranks}, work))
             return _collected({connection: rank for rank, connection in enumerate(ranks)}, what, timeout_s)
@@ -113,7 +115,12 @@ class _Template:
     @classmethod
     def _started(cls, seed: int, name: str) -> "subprocess.Popen[bytes] | None":
         paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-        variables = {"PYTHONHASHSEED": str(seed), "PYTHONPATH": paths, "GLOO_SOCKET_IFNAME": "lo"}
+        variables = {
+            "PYTHONHASHSEED": str(seed),
+            "PYTHONPATH": paths,
+            "GLOO_SOCKET_IFNAME": "lo",
+            "JE_ARROW_MALLOC_CONF": "background_thread:false",  # forks have no threads of what they import
+        }
         with socket.socket(socket.AF_UNIX) as listener:
             try:
                 listener.bind(name)
@@ -328,11 +335,12 @@ def _rank_state() -> dict[str, Any]:
 
 
 def _end_with_parent(parent: int, end: Connection, done: threading.Event) -> None:
-    """End this process when the one that tests is gone, even in the middle of work."""
+    """End this process when the one that tests is gone, even in the middle of work; say where it stood."""
     tester = select.poll()
     tester.register(end.fileno(), select.POLLHUP)
     while not done.wait(1.0):
         if os.getppid() != parent or tester.poll(0):
+            faulthandler.dump_traceback()
             os._exit(1)
 
 

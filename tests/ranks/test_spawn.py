@@ -2,11 +2,13 @@ import gc
 import multiprocessing
 import os
 import time
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from tests.modules.test_loops_of_others import import_accelerate
 from tests.ranks.spawn import RankFailed, on_ranks
 
 pytestmark = pytest.mark.ranks
@@ -34,6 +36,12 @@ def sleeping():
     time.sleep(60)
 
 
+def waiting_alone():
+    if dist.get_rank():
+        time.sleep(60)
+    dist.all_reduce(torch.zeros(1))
+
+
 def test_every_rank_answers_in_order():
     assert [number for number, _ in on_ranks(3, summed, 10)] == [33, 33, 33]
 
@@ -43,6 +51,7 @@ def test_every_rank_answers_in_order():
     [
         (failing, 100.0, r"failing on 2 ranks: rank 1 failed\n(.|\n)*ValueError: on purpose"),
         (dying, 100.0, r"rank [01] failed"),
+        (waiting_alone, 4.0, r"rank 0 failed\n(.|\n)*dist.all_reduce(.|\n)*imed out"),
         (sleeping, 2.0, r"no answer from ranks \[0, 1\] within 2.0 s"),
     ],
 )
@@ -53,8 +62,25 @@ def test_the_first_failure_is_told_and_no_process_is_left_behind(body, timeout_s
     assert set(multiprocessing.active_children()) == before
 
 
+def test_a_rank_that_gives_no_answer_says_where_it_stands(capfd: pytest.CaptureFixture[str]):
+    with pytest.raises(RankFailed, match="no answer"):
+        on_ranks(1, sleeping, timeout_s=2.0, prepare=gc.collect)
+    assert "in sleeping\n" in capfd.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="counts threads as Linux does")
+def test_a_process_that_has_prepared_begins_no_threads_that_its_forks_would_miss():
+    (names,) = on_ranks(1, threads_of_parent, prepare=import_accelerate)
+    assert len(names) == 1, names
+
+
 def settling():
     os.environ["A_CASE"] = "was here"
+
+
+def threads_of_parent():
+    return [(thread / "comm").read_text() for thread in Path(f"/proc/{os.getppid()}/task").iterdir()]
 
 
 def parent():
