@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 from autoshard.engine.routing import counted_over
 from autoshard.engine.rows import in_runs
+from autoshard.engine.tying import with_tied_sums
 from autoshard.errors import require
 from autoshard.graph.block import Block, OpGraph
 from autoshard.graph.kinds.optimizer import Accumulate
@@ -127,7 +128,8 @@ def programs_of(plan: Plan, *, packs: bool = False) -> PlanPrograms:
     empty = "the table is empty, so nothing says which collectives to execute. Make the plan again"
     require((not whole, "mesh", written), (bool(plan.strategies), "strategies", empty))
     graph, blocks = graph_of(plan), plan_blocks(plan)
-    parts = {name: split_passes(blocks[name], program) for name, program in plan_programs(plan).items()}
+    programs = with_tied_sums(graph, plan_programs(plan))
+    parts = {name: split_passes(blocks[name], program) for name, program in programs.items()}
     stages = tuple(
         {name: parts[table] for name, table in _contents(plan, number, graph.order)}
         for number in range(len(plan.stages))

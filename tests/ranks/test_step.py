@@ -143,6 +143,16 @@ def test_layouts_that_no_search_would_choose_give_the_same(case):
     compare(task.reference(), [share for (share,) in on_ranks(4, run_steps, task)])
 
 
+TIED = {"embed": "[batch, seq/tp, hidden]", "unembed": "[batch, seq, vocab]"}  # parts of a gradient, and all of it
+
+
+@pytest.mark.parametrize("text", rest_is_slow(["tp=2,pp=1,dp=2,zero=1", "tp=2,pp=2,dp=1", "tp=2,pp=1,dp=2,zero=3"], 1))
+def test_gradients_of_shared_weights_are_added_once_where_they_await_other_ranks(text):
+    task = Task.of(plan_of(text, gemma(), TIED))
+    answers = on_ranks(4, run_steps, task)
+    compare(task.reference(), [share for (share,) in answers])
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
 def test_what_is_listed_for_units_is_what_zero_3_sends(schedule):
     """Each rank gathers and reduces half of every unit once for every micro-batch where the line says so."""

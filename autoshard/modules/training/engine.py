@@ -10,6 +10,7 @@ from autoshard.engine.torch.agreeing import AgreeingEngine, agreeing
 from autoshard.engine.torch.engine import TorchEngine
 from autoshard.engine.torch.fake import count_rank
 from autoshard.engine.torch.formats import Formats
+from autoshard.engine.tying import with_tied_sums
 from autoshard.layout.table import Table
 from autoshard.modules.training.graph import CodeGraph
 from autoshard.modules.training.inputs import CodeInputs
@@ -60,7 +61,7 @@ def programs_of_code(
 ) -> PlanPrograms:
     """Return the programs of all stages, as the lines of tables say."""
     blocks = code.table_blocks([drop for _, drop in plan.layers])
-    programs = code_programs(code, plan, tables)
+    programs = with_tied_sums(code.graph, code_programs(code, plan, tables))
     parts = {name: split_passes(blocks[name], program) for name, program in programs.items()}
     stages = tuple(dict(_contents(code, plan, stage, parts)) for stage in plan.stages)
     return PlanPrograms(graph=code.graph, stages=stages, inputs=inputs)
