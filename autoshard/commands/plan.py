@@ -126,7 +126,8 @@ def plan(
         question: The question.
         options: What is minimised, and how far the search goes.
         to: Where the plan goes, and what is printed.
-        module: Instead of --model, a torch.nn.Module that makes logits of tokens: FILE.py:FUNCTION, which returns it.
+        module: Instead of --model, a torch.nn.Module that makes logits or a loss of tokens: FILE.py:FUNCTION, which
+            returns it.
         nodes: How many nodes the cluster has; several with --pareto, e.g. 4,8,16. Default: 1.
         like: Ask what this plan file has answered again, for at most --nodes, and say what resuming costs.
         pareto: Show what no plan betters in step time, memory and dollars at once, over all --nodes; write the fastest.

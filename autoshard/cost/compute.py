@@ -130,8 +130,17 @@ def _padding(op: Op, call: Call, tile: int) -> Number:
 def seen_share(kind: Attend | AttendGradient, seq_len: Number, stretches: Number, tile: int) -> Number:
     """Return the share of pairs that is not skipped, on average over the layers that an operation stands for."""
     layers = kind.windows or ((kind.window, 1),)
-    seen = sum(count * unmasked_share(window, seq_len, stretches, tile) for window, count in layers)
+    if kind.sees_all:
+        seen = sum(count * _share_both_ways(window, seq_len) for window, count in layers)
+    else:
+        seen = sum(count * unmasked_share(window, seq_len, stretches, tile) for window, count in layers)
     return seen / sum(count for _, count in layers)
+
+
+def _share_both_ways(window: int | None, seq_len: Number) -> Number:
+    """Return the share of pairs whose distance is less than a window, whichever comes first."""
+    reach = np.minimum(window or seq_len, seq_len)
+    return (seq_len + (2 * seq_len - reach) * (reach - 1)) / seq_len**2
 
 
 def unmasked_share(window: int | None, seq_len: Number, stretches: Number, tile: int) -> Number:

@@ -19,6 +19,7 @@ class PlannedCode:
     order: str = ""  # layer*3/layer_2
     fingerprints: Mapping[str, str] = field(default_factory=dict[str, str], hash=False)
     strategies: Mapping[str, Mapping[str, str]] = field(default_factory=dict[str, Mapping[str, str]], hash=False)
+    own_loss: bool = False  # whether the code returns its loss, and no logits
     unrun: str = ""
 
     def __post_init__(self) -> None:

@@ -31,12 +31,13 @@ def reference_rotary(fraction: float, theta: float, over: str = "head_dim") -> R
     return rotate
 
 
-def reference_attention(window: int | None) -> Reference:
+def reference_attention(window: int | None, *, sees_all: bool = False) -> Reference:
     """Torch's own attention, with keys and values copied for every query head."""
 
     def attend(q: Any, k: Any, v: Any, at: Any, key_at: Any, *rest: Any) -> tuple[Any, Any]:
         *starts, sizes = rest
         distance = at[:, None] - key_at[None, :]
+        distance = distance.abs() if sees_all else distance
         seen = (distance >= 0) & (distance < (window or 10**9))
         if starts:
             rows = [torch.stack([key_at >= start for start in row]) for row in starts[0]]

@@ -209,6 +209,12 @@ def attention(window: int | None = None, *, apart: bool = False, dropped: float 
     )  # fmt: skip
 
 
+def encoding(window: int | None = None) -> Case:
+    """Attention that sees what comes after a token, too."""
+    reference = reference_attention(window, sees_all=True)
+    return Case(Attend(window=window, sees_all=True), attention().inputs, reference, draw_attention)
+
+
 def scaled_attention(scale: float) -> Case:
     """Attention whose queries are scaled beforehand instead."""
     plain = reference_attention(None)
@@ -300,6 +306,8 @@ CASES: Mapping[str, Case] = {
         Attend(value_width="value_dim"), (HEADS, KEYS, VALUES, "seq <", "kv_seq <"), reference_attention(None),
         lambda sizes, rng: draw_attention(sizes, rng, "value_dim"),
     ),
+    "attend to all": encoding(),
+    "attend to both sides in a window": encoding(window=2),
     "attend with another scale": scaled_attention(0.3),
     "sinks": with_sinks(attention()),
     "sinks of documents in a window": with_sinks(attention(window=2, apart=True)),

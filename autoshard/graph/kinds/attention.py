@@ -185,7 +185,7 @@ class JoinGradient(OpKind):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attend(Differentiable):
-    """Causal attention; query heads are key/value heads times group, so shared heads need no copies.
+    """Causal attention, unless it ``sees_all``; heads of queries are those of keys times group, so none is copied.
 
     Inputs: queries, keys, values, positions of the queries and of the keys, and, if documents that share a sequence do
     not see each other, where the document of each query starts. ``window`` limits how far it looks. FLOPs are
@@ -207,6 +207,7 @@ class Attend(Differentiable):
     dropped: float = 0.0
     scale: float | None = None
     value_width: str = "head_dim"
+    sees_all: bool = False  # what comes after a token as well, as far as the window
 
     @property
     def label(self) -> str:
@@ -223,6 +224,7 @@ class Attend(Differentiable):
     def visible(self, query_positions: Array, key_positions: Array, *document_starts: Array) -> Array:
         """Return which keys each query may see, along the dims of scores: the last two, or all with documents."""
         distance = query_positions[:, None] - key_positions[None, :]
+        distance = np.abs(distance) if self.sees_all else distance
         seen = (distance >= 0) & (distance < self.window) if self.window else distance >= 0
         for starts in document_starts:
             seen = seen & (key_positions >= starts[:, None, None, :, None])
@@ -267,7 +269,7 @@ class Attend(Differentiable):
         reads = ("d0", "in0", "in1", "in2", "in3", "in4", "out0", "out1", *more)
         kind = AttendGradient(
             window=self.window, windows=self.windows, dropped=self.dropped, scale=self.scale,
-            value_width=self.value_width,
+            value_width=self.value_width, sees_all=self.sees_all,
         )  # fmt: skip
         return (GradientStep(kind=kind, reads=reads, gives=(0, 1, 2)),)
 
@@ -284,6 +286,7 @@ class AttendGradient(OpKind):
     dropped: float = 0.0
     scale: float | None = None
     value_width: str = "head_dim"
+    sees_all: bool = False  # what comes after a token as well, as far as the window
 
     def infer(self, inputs: Sequence[Tensor]) -> tuple[Output, ...]:
         dtype = inputs[1].dtype
@@ -308,7 +311,7 @@ class AttendGradient(OpKind):
         """Rebuild the probabilities from the denominator, then apply the chain rule."""
         upstream, query, key, value, query_positions, key_positions, result, lse, *more = arrays
         starts, drawn = where_and_draws(more, self.dropped)
-        visible = Attend(window=self.window).visible(query_positions, key_positions, *starts)
+        visible = Attend(window=self.window, sees_all=self.sees_all).visible(query_positions, key_positions, *starts)
         mask = kept_scores(self.dropped, (query_positions, key_positions), drawn)
         scale = scale_of(self, call)
         exponent = _scores(query, key) * scale - lse.transpose(0, 2, 3, 1)[..., None]

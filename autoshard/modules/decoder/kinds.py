@@ -10,7 +10,7 @@ from autoshard.errors import require
 from autoshard.graph.kinds.attention import Attend
 from autoshard.modules.capture import Captured
 from autoshard.modules.decoder.layers import KindNames, WrittenPart, written_layer
-from autoshard.modules.decoder.masks import NOT_CAUSAL, Sight, sight_of
+from autoshard.modules.decoder.masks import Sight, sight_of
 from autoshard.modules.decoder.naming import Roles
 from autoshard.modules.decoder.pieces import Piece
 from autoshard.modules.decoder.segments import Segment, Stack
@@ -38,6 +38,7 @@ class WrittenKinds:
     parts: Mapping[str, WrittenPart]
     numbers: Mapping[str, tuple[int, ...]]  # the layers of each kind
     windows: Sequence[int | None]  # of all layers with attention
+    sees_all: bool  # whether tokens see what comes after them
     notes: tuple[str, ...]
 
     @property
@@ -69,7 +70,10 @@ def written_kinds(
     """Write down each kind of layers, which differ in their lines; refuse layers that differ in what all must share."""
     each = list(zip(layers, stack.layers, strict=True))
     plain = [written_layer(pieces, segment, dims, Attend(), KindNames()) for pieces, segment in each]
-    windows, notes = _windows(captured, stack, each)
+    sights = _sights(captured, stack, each)
+    windows, sees_all = {number: sight.window for number, sight in sights.items()}, _all_are_seen(stack, sights)
+    biased = any(sight.is_biased for sight in sights.values())
+    notes = ["layer: what is added to the scores of attention by position is not in the plan"] if biased else []
     groups: dict[frozenset[str], list[int]] = {}
     for number, part in enumerate(plain):
         groups.setdefault(_said(part), []).append(number)
@@ -83,11 +87,12 @@ def written_kinds(
             name=name, ffn=traits["ffn"],
             other_sizes={dim: size for part in parts.values() for dim, size in part.sizes.items()},
         )  # fmt: skip
-        parts[name] = written_layer(*each[numbers[name][0]], dims, _attend(seen), names)
-        notes += _mean_windows(seen, name)
+        parts[name] = written_layer(*each[numbers[name][0]], dims, _attend(seen, sees_all=sees_all), names)
+        notes += _mean_windows(seen, name, "tokens to either side" if sees_all else "tokens")
     return WrittenKinds(
         order=tuple(name for number in range(len(plain)) for name, its in numbers.items() if number in its),
-        parts={name: parts[name] for name in numbers}, numbers=numbers, windows=[*windows.values()], notes=tuple(notes),
+        parts={name: parts[name] for name in numbers}, numbers=numbers, windows=[*windows.values()], sees_all=sees_all,
+        notes=tuple(notes),
     )  # fmt: skip
 
 
@@ -134,36 +139,47 @@ def _refuse_unlike(plain: Sequence[WrittenPart], first: int, segments: Sequence[
             require((field not in its or its[field] == due.get(field), segment.name, message))
 
 
-def _windows(
-    captured: Captured, stack: Stack, layers: Sequence[tuple[Sequence[Piece], Segment]]
-) -> tuple[Mapping[int, int | None], list[str]]:
-    """Return how many tokens each layer with attention sees, by its number, and what is not in the plan of that."""
-    sights, seen = dict[tuple[Traced, ...], Sight](), dict[int, int | None]()
+def _sights(captured: Captured, stack: Stack, layers: Sequence[tuple[Sequence[Piece], Segment]]) -> Mapping[int, Sight]:
+    """Return what each layer with attention sees, by its number."""
+    by_masks, sights = dict[tuple[Traced, ...], Sight](), dict[int, Sight]()
     tokens = stack.carried[1][0]
     for number, (pieces, segment) in enumerate(layers):
         attend = Roles.of(pieces, segment.name, tokens).attend
         if attend is None:
             continue
+        assert attend.attention, "attention is known"
         masks = tuple(mask for mask in attend.inputs if len(mask.dims) > 1 and mask.dims[-1].size == tokens.size)
-        if masks not in sights:  # layers share them
-            assert attend.attention, "attention is known"
-            seen_by_others = attend.attention.is_causal or bool(attend.attention.extras)
-            require((bool(masks) or seen_by_others, segment.name, NOT_CAUSAL))
-            sights[masks] = sight_of(captured, masks, segment.name) if masks else Sight(window=None)
-        seen[number] = sights[masks].window
-    require((bool(seen), stack.layers[0].name, "has no attention, and no other layer has; a decoder's layers have"))
-    biased = any(sight.is_biased for sight in sights.values())
-    return seen, ["layer: what is added to the scores of attention by position is not in the plan"] if biased else []
+        if not masks:
+            is_limited = attend.attention.is_causal or bool(attend.attention.extras)
+            sights[number] = Sight(window=None, is_of_all=not is_limited)
+            continue
+        if masks not in by_masks:  # layers share them
+            by_masks[masks] = sight_of(captured, masks, segment.name)
+        sights[number] = by_masks[masks]
+    require((bool(sights), stack.layers[0].name, "has no attention, and no other layer has; a decoder's layers have"))
+    return sights
 
 
-def _attend(seen: Mapping[int | None, int]) -> Attend:
+def _all_are_seen(stack: Stack, sights: Mapping[int, Sight]) -> bool:
+    """Say whether tokens see what comes after them: in all layers, or in none."""
+    first, sees_all = next((number, sight.is_of_all) for number, sight in sights.items())
+    name = stack.layers[first].name
+    does, does_not = ("does", "does not")[:: -1 if sees_all else 1]
+    message = f"{does} see what comes after a token, and {name} {does_not}. All layers must, or none"
+    require(*((sight.is_of_all == sees_all, stack.layers[number].name, message) for number, sight in sights.items()))
+    return sees_all
+
+
+def _attend(seen: Mapping[int | None, int], *, sees_all: bool) -> Attend:
     """Return attention through these windows, each with the number of its layers."""
-    return Attend(windows=tuple(seen.items())) if len(seen) > 1 else Attend(window=next(iter(seen), None))
+    if len(seen) > 1:
+        return Attend(windows=tuple(seen.items()), sees_all=sees_all)
+    return Attend(window=next(iter(seen), None), sees_all=sees_all)
 
 
-def _mean_windows(seen: Mapping[int | None, int], name: str) -> Iterator[str]:
+def _mean_windows(seen: Mapping[int | None, int], name: str, what: str) -> Iterator[str]:
     """Say that layers of one kind have several windows."""
     if len(seen) > 1:
         all_of_them = f"{sum(seen.values())} layers{'' if name == LAYER else f' of kind {name}'}"
-        parts = (f"{count} of {all_of_them} see only {window} tokens" for window, count in seen.items() if window)
+        parts = (f"{count} of {all_of_them} see only {window} {what}" for window, count in seen.items() if window)
         yield f"{' and '.join(parts)}; each layer is planned with the mean time of all"

@@ -15,6 +15,7 @@ from autoshard.graph.decoder import decoder_graph
 from autoshard.graph.kinds.experts import TopK
 from autoshard.modules.capture import Captured
 from autoshard.modules.decoder.clusters import Clusters
+from autoshard.modules.decoder.ends import loss_notes, trained_end, up_to_logits
 from autoshard.modules.decoder.kinds import WrittenKinds, written_kinds
 from autoshard.modules.decoder.layers import WrittenPart, opaque_notes
 from autoshard.modules.decoder.naming import own_name
@@ -42,10 +43,14 @@ def lift_decoder(
 
     ``differences`` say why it is not the card of its config, if it has one.
     """
-    stack = stack_of(captured.program, logits_of(captured)[1])
+    end = trained_end(captured)
+    captured = up_to_logits(captured, end)
+    stack = stack_of(captured.program, end.logits)
     dims, embed, head = _ends(stack)
     _refuse_shared(captured, stack)
     layers = written_kinds(captured, stack, [_pieces(segment) for segment in stack.layers], dims)
+    leaks = "sees what comes after a token, which logits are trained to tell. Let the module return a loss of its own"
+    require((end.is_loss or not layers.sees_all, stack.layers[0].name, leaks))
     positions: Any = getattr(getattr(module, "config", None), "max_position_embeddings", None)
     length = next(dim.size for dim, name in dims.items() if name == "seq")
     traits = {"max_positions": int(positions or length), "ffn": embed.traits["hidden"]}
@@ -62,7 +67,7 @@ def lift_decoder(
     more = f"{count - total:,} parameters more than the {total:,} of the code: some are used more than once"
     notes += [f"the plan has {more}, and planned for each use"] if count > total else []
     notes += [f"it is not the card of its config: {difference}" for difference in differences[:_MOST_SAID]]
-    notes += _drops(module)
+    notes += [*loss_notes(end), *_drops(module)]
     return replace(model, traced=replace(traced, num_parameters=count, unlifted=tuple(notes)))
 
 
@@ -75,22 +80,6 @@ def _drops(module: torch.nn.Module) -> Iterator[str]:
     }
     for path, rate in [*rates.items()][:1]:
         yield f"dropout in training is not in the plan ({path}: {rate:g})"
-
-
-def logits_of(captured: Captured) -> tuple[str, Traced]:
-    """Return the logits among a decoder's results, with their place: of this name, or the first that tokens have."""
-    values = {
-        result.name: result.read.value
-        for result in captured.program.results
-        if result.read and not result.read.value.is_index
-    }
-    of_tokens = (name for name, value in values.items() if len(value.dims) >= _LOGITS_DIMS)
-    name = "logits" if "logits" in values else next(of_tokens, None)
-    message = (
-        "returns no logits of each token, [batch, sequence, vocabulary]; let it return them, before or after a loss"
-    )
-    require((name is not None, "module", message))
-    return str(name), values[str(name)]
 
 
 def _left_out(
@@ -177,7 +166,17 @@ def _ends(stack: Stack) -> tuple[Mapping[Dim, str], WrittenPart, WrittenPart]:
             dims.setdefault(piece.weights[0].dims[0], "positions")
             traits |= {"positions": "learned", "max_positions": piece.weights[0].dims[0].size}
             names[piece] = "place"
-    return dims, _end(stack.embed, embed, names, dims, traits), _end(stack.head, head, {}, dims, {})
+    return (
+        dims,
+        _end(stack.embed, embed, names, dims, traits),
+        _end(stack.head, head, _of_logits(head, products[-1]), dims, {}),
+    )
+
+
+def _of_logits(head: Sequence[Piece], product: Piece) -> Mapping[Piece, str]:
+    """Name the product that makes the logits, and the sum with its bias."""
+    shifts = [piece for piece in head if piece.kind == "shift" and product.makes in piece.reads]
+    return {product: "unembed", **dict.fromkeys(shifts, "unembed_shift")}
 
 
 def _end(
@@ -188,7 +187,7 @@ def _end(
     traits: Mapping[str, Any],
 ) -> WrittenPart:
     """Write the embedding or the head down."""
-    of_head = {"norm": "final_norm", "product": "unembed", "shift": "unembed_shift", "add": "embed_add"}
+    of_head = {"norm": "final_norm", "product": "head_product", "shift": "head_shift", "add": "embed_add"}
     of_embed = {kind: f"embed_{kind}" for kind in (*of_head, "unary", "multiply")}
     usual = of_head if segment.takes else of_embed
     names, counts = dict[Piece, str](), Counter[str]()

@@ -62,7 +62,7 @@ def read_decoder(
     module: torch.nn.Module, seq_len: int | None = None, inputs: Mapping[str, Any] | None = None, *, name: str = "",
     source: str = "", show: Show = lambda _: None,
 ) -> ModelSpec:  # fmt: skip
-    """Read a decoder off its code, so that it can be planned as a card is: a module that makes logits of tokens.
+    """Read a decoder off its code, to be planned as a card is: a module that makes logits, or a loss, of tokens.
 
     ``inputs`` are example inputs by name, if tokens alone, [sequences, ``seq_len``], do not do. The module stays as it
     is; on torch's meta device it needs no memory. ``traced`` of the result says what is not as in the code; it is None

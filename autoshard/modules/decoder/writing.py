@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from autoshard.errors import require
+from autoshard.graph.builder import usual_delivery
 from autoshard.graph.kinds.attention import Attend, Rotary
 from autoshard.graph.kinds.experts import Combine, Dispatch, Slot, TopK
 from autoshard.graph.kinds.indexing import Lookup
@@ -26,6 +27,7 @@ _DELIVERED: Mapping[str, str] = {
     "attn_norm": "attn_in", "attend": "o_in", "attn_add": "mlp_residual", "mlp_norm": "mlp_in",
     "dispatch": "expert_in", "final_norm": "unembed_in", "combine": "mlp_out",
 }  # fmt: skip
+Pairs = tuple[tuple[str, str], ...]
 _THETA = 10000.0  # of rotary tables, whose numbers are not read off the code: neither costs nor proofs depend on it
 
 
@@ -43,6 +45,7 @@ class LineWriter:
     sizes: dict[str, int] = field(default_factory=dict[str, int])  # of dims that no card has
     other_sizes: Mapping[str, int] = field(default_factory=dict[str, int])  # of those of other kinds of layers
     counts: dict[str, int] = field(default_factory=dict[str, int])  # of the numbers of weights, in the code
+    renames: dict[str, Pairs] = field(default_factory=dict[str, Pairs])  # of dims, as readers of a tensor call them
 
     def write(self, pieces: Sequence[Piece]) -> tuple[str, ...]:
         """Return the lines of all pieces, in order."""
@@ -84,8 +87,8 @@ class LineWriter:
         self._emit(piece, Lookup(), dims, self._weight(f"{name}.weight", weight), index)
 
     def _product(self, piece: Piece, name: str) -> None:
-        x, x_dims = self.laid[piece.reads[0]]
         of_weight = self._named(piece.weights[0].dims)
+        x, x_dims = self._read_by_product(piece, of_weight)
         result_dims = self._named(piece.dims)
         out, contracted = (
             [dim for dim in of_weight if dim in result_dims],
@@ -100,6 +103,24 @@ class LineWriter:
         dims = tuple(dict.fromkeys((*(dim for dim in x_dims if dim not in contracted), *in_order(out))))
         weight = self._weight(f"{name}.weight", piece.weights[0], (*in_order(out), *in_order(contracted)))
         self._emit(piece, Einsum(dims=dims), dims, x, weight)
+
+    def _read_by_product(self, piece: Piece, weight_dims: Dims) -> tuple[str, Dims]:
+        """Return what a product reads, whose only reader may call its dims as the weight does."""
+        x, dims = self.laid[piece.reads[0]]
+        pairs = [
+            pair
+            for step in piece.steps
+            if step.sort == "product"
+            for read in step.reads
+            for pair in read.renamed.items()
+        ]
+        names = {self._name(old): self._name(new) for old, new in pairs}
+        renamed = {old: new for old, new in names.items() if old in dims and new in weight_dims and new not in dims}
+        if not renamed or any(x in op.operands for op in self.ops):
+            return x, dims
+        self.renames[x] = tuple(renamed.items())
+        self.laid[piece.reads[0]] = x, tuple(renamed.get(dim, dim) for dim in dims)
+        return self.laid[piece.reads[0]]
 
     def _shift(self, piece: Piece, name: str) -> None:
         x, x_dims = self.laid[piece.reads[0]]
@@ -189,7 +210,8 @@ class LineWriter:
         """Yield the names under which tensors reach their readers in the tables of cards."""
         ops_by_name, delivers = {op.name: op for op in self.ops}, dict[str, WrittenOp]()
 
-        def name(tensor: str, delivered: str, rename: tuple[tuple[str, str], ...] = ()) -> None:
+        def name(tensor: str, delivered: str, rename: Pairs = ()) -> None:
+            rename = rename or self.renames.get(tensor, ())
             if tensor not in delivers and delivered not in {deliver.name for deliver in delivers.values()}:
                 delivers[tensor] = WrittenOp(name=delivered, kind=Deliver(rename=rename), operands=(tensor,))
 
@@ -197,14 +219,16 @@ class LineWriter:
             name("x", "block_in" if self.roles else "head_in")
         for value, letter in zip(self._attended(), "qkv", strict=False):
             name(self.laid[value][0], f"{letter}_in", () if letter == "q" else _KEYS_ALONG)
-        for tensor, delivered in _DELIVERED.items():
-            if tensor in ops_by_name:
-                name(tensor, delivered)
+        of_ops = {tensor: delivered for tensor, delivered in _DELIVERED.items() if tensor in ops_by_name}
+        for tensor, delivered in of_ops.items():
+            name(tensor, delivered)
         for reader, delivered in (("down", "down_in"), ("attn_add", "attn_out"), ("mlp_add", "mlp_out")):
             for branch in self._branches(reader):
                 name(branch, delivered)
         if "dispatch" in ops_by_name:
             name("down", "expert_out")
+        for tensor in self.renames:
+            name(tensor, usual_delivery(tensor))
         yield from delivers.values()
 
     def _attended(self) -> Sequence[Traced]:

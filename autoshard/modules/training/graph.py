@@ -10,14 +10,16 @@ from autoshard.graph.block import Block, OpGraph
 from autoshard.graph.builder import BlockBuilder, finish
 from autoshard.graph.decoder import emit_loss, update_block
 from autoshard.graph.fusing import recompute
+from autoshard.graph.kinds.pointwise import Cast, Multiply
 from autoshard.modules.blocks import ProgramWriter, named_dims
 from autoshard.modules.capture import Captured
+from autoshard.modules.decoder.ends import TrainedEnd
 from autoshard.modules.decoder.segments import Stack
 from autoshard.modules.dims import Dim, factors
 from autoshard.modules.fingerprint import hash_of
 from autoshard.modules.nodes import Node
-from autoshard.modules.program import free_name
-from autoshard.modules.training.parts import TAKEN, CodePart, code_parts
+from autoshard.modules.program import Traced, free_name
+from autoshard.modules.training.parts import LOSS_SHARE, TAKEN, CodePart, code_parts
 from autoshard.plan.lowering import ENDS
 from autoshard.plan.recompute import Recompute
 from autoshard.plan.tables import table_name
@@ -44,6 +46,7 @@ class CodeGraph:
     captured: Captured
     graph: OpGraph
     num_traced: int  # sequences of the example; a graph of one sequence is traced with two
+    loss_share: float  # of a micro-batch in the mean loss of a step
     paths: Mapping[str, Mapping[str, str]]
     nodes: Mapping[str, Mapping[str, Node]]
 
@@ -78,14 +81,14 @@ class CodeGraph:
         return blocks
 
 
-def code_graph(captured: Captured, stack: Stack, workload: Workload, num_sequences: int) -> CodeGraph:
+def code_graph(captured: Captured, stack: Stack, end: TrainedEnd, workload: Workload, num_sequences: int) -> CodeGraph:
     """Write a decoder down as the graph of a step on so many sequences."""
-    names, parts = _names(captured, stack), list(code_parts(captured, stack))
+    names, parts = _names(captured, stack, end.logits), list(code_parts(captured, stack))
     embed, *layers, head = parts
     ties = _ties(parts)
     writer = _GraphWriter(names=names, workload=workload, ties=ties)
     kinds, order = _kinds([writer.layer(part) for part in layers])
-    blocks = {"embed": writer.embed(embed), **kinds, "head": writer.head(head)}
+    blocks = {"embed": writer.embed(embed), **kinds, "head": writer.head(head, has_loss=end.is_loss)}
     graph = OpGraph(
         sizes={name: dim.size for dim, name in names.items()} | {BATCH: num_sequences},
         blocks=tuple(blocks.values()), order=order, update=update_block(workload, tuple(blocks.values())),
@@ -94,6 +97,7 @@ def code_graph(captured: Captured, stack: Stack, workload: Workload, num_sequenc
     by_instance = dict(zip((name for name, _ in graph.instances()), parts, strict=True))
     return CodeGraph(
         captured=captured, graph=graph, num_traced=stack.carried[0][0].size,
+        loss_share=num_sequences / workload.global_batch,
         paths={name: part.paths for name, part in by_instance.items()},
         nodes={name: part.nodes for name, part in by_instance.items()},
     )  # fmt: skip
@@ -110,10 +114,9 @@ def _kinds(layers: Sequence[Block]) -> tuple[Mapping[str, Block], tuple[str, ...
     return blocks, tuple(names[text] for text in hashes)
 
 
-def _names(captured: Captured, stack: Stack) -> Mapping[Dim, str]:
+def _names(captured: Captured, stack: Stack, logits: Traced) -> Mapping[Dim, str]:
     """Name all dims: those that parts hand on, and the words of the head, as cards do; no other as cards do."""
     names = dict(named_dims(captured.program))
-    logits = stack.head.gives
     message = "makes logits whose dims cannot be told apart as batch, sequence and vocabulary"
     words, carried = factors(logits.positions[-1]), factors(dim for position in stack.carried for dim in position)
     require((logits.dims == (*carried[:2], *words) and len(words) == 1, "module", message))
@@ -155,10 +158,15 @@ class _GraphWriter:
         b, writer = self._written(part)
         return self._finished(b, LAYER, writer.written[part.gives], {})
 
-    def head(self, part: CodePart) -> Block:
-        """Write the head, and its loss."""
+    def head(self, part: CodePart, *, has_loss: bool) -> Block:
+        """Write the head, and the loss of its logits, or its own: a mean, of which each micro-batch has a share."""
         b, writer = self._written(part)
-        emit_loss(b, writer.written[part.gives])
+        result = writer.written[part.gives]
+        if has_loss:
+            result = result if b.tensors[result].dtype == "fp32" else b.emit("loss_fp32", Cast(dtype="fp32"), result)
+            b.emit("loss", Multiply(), result, b.input(LOSS_SHARE, (), "fp32"))
+        else:
+            emit_loss(b, result)
         return self._finished(b, "head", "loss", dict.fromkeys(self.ties))
 
     def _written(self, part: CodePart) -> tuple[BlockBuilder, ProgramWriter]:

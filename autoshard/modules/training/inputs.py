@@ -14,6 +14,7 @@ from autoshard.modules.export import ExportedModule
 from autoshard.modules.nodes import Node
 from autoshard.modules.rewriting.randomness import RandomInput
 from autoshard.modules.training.graph import BATCH, CodeGraph
+from autoshard.modules.training.parts import LOSS_SHARE
 from autoshard.run.placement import Bounds
 from autoshard.run.protocol import HOST
 
@@ -44,13 +45,15 @@ class CodeInputs:
 
     def has(self, block: str, tensor: str) -> bool:
         """Whether the code makes this input of a block."""
-        return tensor in self._code.nodes.get(block, {})
+        return tensor == LOSS_SHARE or tensor in self._code.nodes.get(block, {})
 
     def turn(self, block: str, tensor: str, micro_batch: int) -> int | None:
         """Return the number under which a step keeps an input: one for all micro-batches; None if it keeps none.
 
         Random numbers are as large as what they are for, and are read once.
         """
+        if tensor == LOSS_SHARE:
+            return _ALL
         node = self._code.nodes[block][tensor]
         return None if node.name in self._random else _ALL if node in self._fixed else micro_batch
 
@@ -59,6 +62,8 @@ class CodeInputs:
     ) -> torch.Tensor:
         """Return a part of an input for a micro-batch, along the dims that its block has for it."""
         block, tensor = place
+        if tensor == LOSS_SHARE:
+            return torch.tensor(self._code.loss_share, device=device)
         node, dims = self._code.nodes[block][tensor], self._code.graph.block_of(block).tensors[tensor].dims
         if device == NOWHERE:
             shape = [stop - start for start, stop in bounds]

@@ -9,14 +9,16 @@ from autoshard.modules.decoder.segments import Segment, Stack
 from autoshard.modules.dims import factors
 from autoshard.modules.nodes import Node
 from autoshard.modules.program import Origin, Read, Result, Traced, TracedProgram, TracedStep, free_name
+from autoshard.modules.reach import steps_to
 
 TAKEN, GIVEN = "x", "y"
+LOSS_SHARE = "loss_share"  # of a micro-batch in the loss of a step
 _NUMBER = re.compile(r"(_\d+)+$")  # of the node, and of one of its results
 _DELIVERED = re.compile(r"_out$")  # names of tensors as their readers get them end so
 # Of the loss and of the step, in the block of the head.
 _USED = (
     TAKEN, "labels", "token_weight", "logits_fp32", "top", "shifted", "power", "total", "log_total", "picked",
-    "token_loss", "weighted", "loss", "clip", "learning_rate", "step_number",
+    "token_loss", "weighted", "loss", "clip", "learning_rate", "step_number", LOSS_SHARE, "loss_fp32",
 )  # fmt: skip
 
 
@@ -37,11 +39,12 @@ def code_parts(captured: Captured, stack: Stack) -> Iterator[CodePart]:
         yield _Copier(captured, segment).part()
 
 
-def joining(stack: Stack) -> Iterator[tuple[str, str]]:
-    """Yield the steps that do not compute each sequence by itself, with their submodules."""
+def joining(stack: Stack, logits: Traced) -> Iterator[tuple[str, str]]:
+    """Yield the steps up to the logits that do not compute each sequence by itself, with their submodules."""
     (batch,) = factors(stack.carried[0])
-    for segment in (stack.embed, *stack.layers, stack.head):
-        for step in segment.steps:
+    of_head = steps_to(stack.head.steps, [logits])  # what comes behind them is a loss, which joins all sequences
+    for steps in (stack.embed.steps, *(layer.steps for layer in stack.layers), of_head):
+        for step in steps:
             reads = any(batch in factors(read.dims) for read in step.reads)
             if reads and (batch not in factors(step.makes.dims) or batch in step.whole_leaves()):
                 yield step.path or "module", step.name

@@ -11,6 +11,7 @@ from autoshard.modules.decoder.masks import NoValues
 from autoshard.modules.decoder.reading import OPTION, made_decoder
 from autoshard.modules.training.graph import CodeGraph
 from autoshard.modules.training.layouts import code_programs, solved_tables
+from autoshard.modules.training.parts import LOSS_SHARE
 from autoshard.modules.training.reading import TracedCode, traced_code
 from autoshard.plan.code import PlannedCode
 from autoshard.plan.codec import plan_hash
@@ -53,7 +54,7 @@ def _planned(plan: Plan, source: str) -> PlannedCode:
         graph = traced_source(plan, source, on_meta=False).graph
     return PlannedCode(
         source=source, order=compress(graph.graph.order), fingerprints=graph.fingerprints,
-        strategies=solved_tables(graph, plan),
+        strategies=solved_tables(graph, plan), own_loss=LOSS_SHARE in graph.blocks["head"].tensors,
     )  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from autoshard.engine.torch.formats import Formats
 from autoshard.errors import InputError, require
 from autoshard.graph.op import Array
 from autoshard.modules.capture import Captured, read
-from autoshard.modules.decoder.lift import logits_of
+from autoshard.modules.decoder.ends import trained_end
 from autoshard.modules.decoder.reading import first_argument, without_caches
 from autoshard.modules.decoder.segments import stack_of
 from autoshard.modules.export import ExportedModule
@@ -70,19 +70,22 @@ def traced_code(
     with without_caches(module), _in_format(module, dtype):
         exported = ExportedModule.of(module.train(), {**(inputs or {}), tokens: example})
     captured = read(exported)
-    captured = read(exported, results=[logits_of(captured)[0]])
+    captured = read(exported, results=[trained_end(captured).name])
     require(*((not why, where, why) for where, why in _faults(captured, tokens)))
-    stack = stack_of(captured.program, logits_of(captured)[1])
+    end = trained_end(captured)
+    stack = stack_of(captured.program, end.value)
+    alone = "is a mean over two sequences, of which a micro-batch has one. Plan with --fix mbs=2 or more sequences"
+    require((not end.is_loss or count >= _FEWEST, end.name, alone))
     if plan.mesh.size("dp") > 1 or count < _FEWEST:
         remedy = "Write it for each sequence by itself, or plan with --fix dp=1,mbs=2 or more sequences"
-        for where, name in joining(stack):
+        for where, name in joining(stack, end.logits):
             raise InputError.of(
                 where, f"{name} joins tokens of several sequences, which ranks of dp compute apart. {remedy}"
             )
     if doubles:
         captured = replace(captured, program=in_double(captured.program))
-        stack = stack_of(captured.program, logits_of(captured)[1])
-    graph = code_graph(captured, stack, plan.workload, count)
+        stack = stack_of(captured.program, end.value)
+    graph = code_graph(captured, stack, end, plan.workload, count)
     buffers = {path: buffer.detach() for path, buffer in module.named_buffers()}
     return TracedCode(module=module, tokens=tokens, graph=graph, buffers=buffers)
 

@@ -299,8 +299,11 @@ class Marked(Own):
 
 
 REFUSED: Mapping[str, tuple[Callable[[], nn.Module], str]] = {
-    "no mask": (of(Blind), "blocks.0: has attention that is not causal"),
-    "heads that see less": (of(Uneven), "blocks.0: has attention that is not causal, or has no window of one size"),
+    "no mask": (of(Blind), "blocks.0: sees what comes after a token, which logits are trained to tell"),
+    "heads that see less": (
+        of(Uneven),
+        "blocks.0: has attention that sees neither all tokens nor a window of one size",
+    ),
     "other heads": (
         lambda: with_layers(Tiled, Layer),
         "blocks.1: has 8 heads of keys and values, and blocks.0 has 2. All layers",
@@ -308,8 +311,7 @@ REFUSED: Mapping[str, tuple[Callable[[], nn.Module], str]] = {
     "a weight of two layers": (sharing, "blocks.1: uses blocks.0.widen.weight, as blocks.0 does"),
     "keys that are values": (of(OneTensor), "blocks.0: has 0 places of attention that are recognised"),
     "layers again": (Again, "blocks: does not run its layers in order, each once"),
-    "a loss alone": (lambda: Changed(torch.mean), "module: returns no logits of each token"),
-    "the last token": (lambda: Changed(lambda x: x[:, -1]), "module: returns no logits of each token"),
+    "the last token": (lambda: Changed(lambda x: x[:, -1]), "module: returns neither logits of each token, [batch"),
     "some words": (lambda: Changed(lambda x: x[..., :90]), "module: returns [batch seq 90], not the logits"),
     "no table": (Marked, "module: looks no tokens up in a table of weights"),
     "all in one list": (

@@ -311,7 +311,7 @@ def with_layers(*kinds: type[OwnLayer]) -> nn.Module:
 
 
 REFUSED: Mapping[str, tuple[Any, str]] = {
-    "attention that is not causal": (lambda: with_layers(Open, Open), "blocks.0: has attention that is not causal"),
+    "attention that is not causal": (lambda: with_layers(Open, Open), "blocks.0: sees what comes after a token, which"),
     "two tensors that go on": (Twice, "the head: reads 2 tensors of earlier parts (add"),
     "experts that no topk chooses": (
         of_transformers("Phimoe", num_local_experts=4, num_experts_per_tok=2),

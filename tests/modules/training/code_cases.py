@@ -144,9 +144,12 @@ def _step(module: nn.Module, optimizer: Any, batches: list[Any], norm: float) ->
     for submodule in module.modules():
         if isinstance(submodule, KeyedDropout):
             submodule.samples = np.concatenate([batch["samples"] for batch in batches])
-    logits = module(tokens)
-    losses = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
-    loss = (losses * weights.flatten().to(losses.dtype)).sum()
+    result = module(tokens)
+    if result.dim():
+        losses = nn.functional.cross_entropy(result.flatten(0, 1), labels.flatten(), reduction="none")
+        loss = (losses * weights.flatten().to(losses.dtype)).sum()
+    else:
+        loss = torch.stack([module(part) for part in tokens.chunk(len(batches))]).mean()
     optimizer.zero_grad()
     loss.backward()
     own_norm = nn.utils.clip_grad_norm_(module.parameters(), CLIP)

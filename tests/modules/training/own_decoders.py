@@ -10,6 +10,8 @@ WORDS, LENGTH, WIDTH, HEADS = 48, 16, 32, 4
 
 
 class GptLayer(nn.Module):
+    is_causal = True
+
     def __init__(self, dropped: float) -> None:
         super().__init__()
         self.first, self.second = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
@@ -22,7 +24,7 @@ class GptLayer(nn.Module):
         query, key, value = (
             part.view(shape).transpose(1, 2) for part in self.attention(self.first(x)).split(WIDTH, dim=2)
         )
-        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=self.is_causal)
         x = x + self.drop(self.mix(mixed.transpose(1, 2).reshape(x.shape)))
         return x + self.narrow(functional.gelu(self.widen(self.second(x))))
 
@@ -43,6 +45,39 @@ class Gpt(nn.Module):
         for layer in self.layers:
             x = layer(x)
         return self.out(self.norm(x))
+
+
+class Smoothed(Gpt):
+    """Returns its own loss: smoothed labels, and a penalty of large logits."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        logits, labels = super().forward(tokens)[:, :-1], tokens[:, 1:]
+        loss = functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), label_smoothing=0.1)
+        return loss + 1e-2 * torch.logsumexp(logits, -1).pow(2).mean()
+
+
+class EncoderLayer(GptLayer):
+    is_causal = False
+
+
+class Encoder(Gpt):
+    """Tells words that it hides, by what stands before and after them, through a head of two products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(EncoderLayer(0.0) for _ in range(4))
+        self.turn, self.bias = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.zeros(WORDS))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        where = torch.arange(tokens.shape[1], device=tokens.device)
+        hidden = (7 * tokens + where) % 4 == 0
+        x = self.words(torch.where(hidden, 0, tokens)) + self.places(where)
+        for layer in self.layers:
+            x = layer(x)
+        logits = self.out(self.norm(functional.gelu(self.turn(x)))) + self.bias
+        losses = functional.cross_entropy(logits.flatten(0, 1), tokens.flatten(), reduction="none")
+        counted = hidden.flatten().to(losses.dtype)
+        return (losses * counted).sum() / counted.sum().clamp(min=1)
 
 
 class RootMeanSquare(nn.Module):
@@ -220,6 +255,14 @@ def dropping() -> Gpt:
     return Gpt(dropped=0.25)
 
 
+def smoothed() -> nn.Module:
+    return Smoothed()
+
+
+def encoder() -> nn.Module:
+    return Encoder()
+
+
 def llama() -> nn.Module:
     return Llama()
 
@@ -259,3 +302,5 @@ UNLIKE: Mapping[str, Callable[[], nn.Module]] = {  # whose layers are of two kin
     "first dense": first_dense, "dense by turns": turns, "widths": widths, "kinds of MLP": kinds_of_mlp,
     "halves": halves,
 }  # fmt: skip
+
+LOSSES: Mapping[str, Callable[[], nn.Module]] = {"smoothed": smoothed, "encoder": encoder}  # which return their own

@@ -16,7 +16,8 @@ from tests.slower import rest_is_slow
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 SOURCE = """
 import torch
-from tests.modules.training.own_decoders import Gpt, Llama, Experts, Typed, first_dense
+from torch.nn import functional
+from tests.modules.training.own_decoders import Encoder, Gpt, Llama, Experts, Smoothed, Typed, first_dense
 
 def gpt():
     return Gpt(layers=2)
@@ -47,6 +48,22 @@ class Counted(Gpt):
 
 def counted():
     return Counted()
+
+def smoothed():
+    return Smoothed(layers=2)
+
+class Hiding(Encoder):
+    def forward(self, tokens):
+        hidden = torch.rand(tokens.shape, device=tokens.device) < 0.3
+        where = torch.arange(tokens.shape[1], device=tokens.device)
+        x = self.words(torch.where(hidden, 0, tokens)) + self.places(where)
+        for layer in self.layers:
+            x = layer(x)
+        logits = self.out(self.norm(self.turn(x))) + self.bias
+        return functional.cross_entropy(logits.flatten(0, 1), torch.where(hidden, tokens, -100).flatten())
+
+def hiding():
+    return Hiding()
 """
 ASKED = "--cluster local --ranks 2 --seq-len 16 --global-batch 8 --precision fp32"
 
@@ -90,6 +107,36 @@ def test_a_run_goes_on_under_another_plan_and_ends_in_the_module(typed: Typed):
     again = Gpt(layers=2)
     load_model(again, "both.safetensors")  # which has the tied weight once
     assert all(torch.equal(tensor, states[0][name]) for name, tensor in again.state_dict().items())
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_an_encoder_that_hides_words_is_planned_proven_trained_and_goes_on_under_another_plan(typed: Typed):
+    for name, sizes in (("long", "pp=2,vp=1,mbs=2"), ("wide", "tp=2,mbs=2"), ("two", "dp=2,mbs=2")):
+        code, out, err = typed(f"plan --module mine.py:hiding {ASKED} --fix {sizes} --out {name}.json")
+        assert code == 0 and "cannot train" not in " ".join(out.split()), err
+    code, out, err = typed("verify wide.json --json")
+    assert code == 0 and max(block["error"] for block in json.loads(out)["code"]["blocks"]) < 1e-12, err
+    assert typed("run two.json --dry-run")[0] == 0
+    steps = "--learning-rate 0.003 --schedule.warm-up-steps 0"
+    for plan, number, folder in (("long", 3, "runs/both"), ("wide", 6, "runs/both"), ("long", 6, "runs/long")):
+        code, _, err = typed(f"run {plan}.json --steps {number} --out {folder} {steps}")
+        assert code == 0, err
+    both, long = losses("runs/both"), losses("runs/long")
+    assert [*both] == [*long] == [1, 2, 3, 4, 5, 6]
+    assert all(abs(both[step] - long[step]) < 1e-4 for step in both)
+    code, _, err = typed("generate runs/long --prompt a")
+    assert code == 2 and "read off a module's code" in err
+
+
+@pytest.mark.slow
+def test_a_loss_of_the_code_is_no_mean_over_answers_and_needs_two_sequences(typed: Typed):
+    code, out, err = typed(f"plan --module mine.py:smoothed {ASKED} --fix dp=1,tp=2,mbs=1 --out few.json")
+    assert code == 0 and "is a mean over two sequences, of which a micro-batch has one" in " ".join(out.split()), err
+    assert typed(f"plan --module mine.py:smoothed {ASKED} --fix tp=2,mbs=2")[0] == 0
+    Path("text.txt").write_text("word " * 200)
+    code, _, err = typed("run plan.json --steps 1 --data.set text.txt --data.loss-on answers")
+    assert code == 2 and "data.loss_on: is answers, and the loss that the code makes" in err, err
 
 
 def names_of(state: dict[str, torch.Tensor], *without: str) -> dict[str, torch.Tensor]:

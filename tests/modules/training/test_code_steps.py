@@ -5,7 +5,7 @@ import pytest
 from autoshard.engine.torch.formats import Formats
 from autoshard.modules.training.reading import traced_code
 from tests.modules.training.code_cases import Compared, compared, compared_dropping, plan_of
-from tests.modules.training.own_decoders import OWN, UNLIKE, Typed
+from tests.modules.training.own_decoders import LOSSES, OWN, UNLIKE, Typed
 from tests.ranks.spawn import on_ranks
 from tests.slower import covering, rest_is_slow
 
@@ -91,5 +91,24 @@ def _rounded():
 @pytest.mark.parametrize(("text", "num_ranks"), [("tp=1,pp=2,dp=1,mbs=2", 2), ("tp=2,pp=2,dp=1,mbs=2", 4)])
 def test_layers_of_two_kinds_take_the_steps_of_the_plain_module(name: str, text: str, num_ranks: int):
     for found in on_ranks(num_ranks, compared, UNLIKE[name], text, timeout_s=300.0):
+        assert isinstance(found, Compared)
+        assert found.worst_step < 1e-12 and found.error < 1e-11, found
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize(
+    ("text", "num_ranks"),
+    rest_is_slow(
+        [
+            ("tp=2,pp=2,dp=1,mbs=2", 4), ("tp=1,pp=1,dp=2,mbs=2", 2), ("tp=1,pp=2,dp=2,mbs=2,zero=1", 4),
+            ("tp=1,pp=1,cp=2,dp=1,mbs=2,cp_order=contiguous", 2),
+            ("tp=1,pp=2,vp=2,dp=1,mbs=2,schedule=interleaved,recompute=full", 2),
+            ("tp=2,pp=1,dp=2,mbs=2,zero=3", 4),
+        ],
+        0, 1,
+    ),
+)  # fmt: skip
+def test_a_loss_of_the_code_is_its_mean_over_micro_batches(name: str, text: str, num_ranks: int):
+    for found in on_ranks(num_ranks, compared, LOSSES[name], text, timeout_s=300.0):
         assert isinstance(found, Compared)
         assert found.worst_step < 1e-12 and found.error < 1e-11, found

@@ -172,6 +172,7 @@ class _Attention:
 
     @classmethod
     def of(cls, call: Call, context: KernelContext, kind: Attend | AttendGradient) -> "_Attention":
+        assert not kind.sees_all, "what sees all tokens is a module's own code, which runs in the place of these lines"
         formats, width = context.formats, max(call.sizes["head_dim"], call.sizes[kind.value_width])
         dtype, length = formats.of(call.inputs[0].dtype), min(call.sizes["seq"], call.sizes["kv_seq"])
         if len(call.inputs) > _NUM_INPUTS[type(kind)]:

@@ -1,0 +1,93 @@
+"""What a decoder is trained by: the logits of its tokens, or a loss that it makes of them by itself."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from autoshard.errors import require
+from autoshard.modules.capture import Captured
+from autoshard.modules.decoder.pieces import name_of
+from autoshard.modules.program import Read, Result, Traced, TracedProgram, TracedStep
+from autoshard.modules.reach import steps_to
+
+LOGITS, LOSS = "logits", "loss"
+_LOGITS_DIMS = 3  # batch, sequence, vocabulary
+_NEITHER = (
+    "returns neither logits of each token, [batch, sequence, vocabulary], nor a loss, which is one number; let it "
+    "return one of them"
+)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class TrainedEnd:
+    """The result of a decoder that training minimises, or makes its loss of; with the logits behind it."""
+
+    name: str  # of the result
+    value: Traced
+    logits: Traced
+    is_loss: bool
+
+
+def trained_end(captured: Captured) -> TrainedEnd:
+    """Return the logits among a decoder's results: of this name, or the first that tokens have; else its loss."""
+    values = {
+        result.name: result.read.value
+        for result in captured.program.results
+        if result.read and not result.read.value.is_index and not result.is_buffer
+    }
+    of_tokens = {name: value for name, value in values.items() if len(value.dims) >= _LOGITS_DIMS}
+    losses = {name: value for name, value in values.items() if not value.dims}
+    name = _named(LOGITS, values, of_tokens) or _named(LOSS, losses, losses)
+    require((bool(name), "module", _NEITHER))
+    value, is_loss = values[name], name in losses
+    logits = _logits_behind(captured.program, value) if is_loss else value
+    return TrainedEnd(name=name, value=value, logits=logits, is_loss=is_loss)
+
+
+def up_to_logits(captured: Captured, end: TrainedEnd) -> Captured:
+    """Return the part of a program that makes the logits, as if the module returned these."""
+    if not end.is_loss:
+        return captured
+    program, logits = captured.program, end.logits
+    steps = steps_to(program.steps, [logits])
+    used = {logits, *(value for step in steps for value in (step.makes, *(read.value for read in step.reads)))}
+    values = tuple(value for value in program.values if value in used)
+    result = Result(
+        name=LOGITS, read=Read(value=logits, positions=logits.positions), is_seeded=True, is_trained=True
+    )  # fmt: skip
+    names = {value.name for value in values}
+    return replace(
+        captured,
+        program=replace(
+            program, values=values, steps=steps, results=(result,), trained=program.trained & {*values},
+            modules={path: read for path, read in program.modules.items() if read.value in used},
+        ),
+        inputs={name: node for name, node in captured.inputs.items() if name in names},
+        parameters={name: path for name, path in captured.parameters.items() if name in names},
+    )  # fmt: skip
+
+
+def loss_notes(end: TrainedEnd) -> Iterator[str]:
+    """Say what the plan of a decoder with a loss of its own does not say."""
+    if end.is_loss:
+        yield "its own loss is planned as the cross-entropy of its logits"
+
+
+def _named(usual: str, values: Mapping[str, Traced], usable: Mapping[str, Traced]) -> str:
+    return usual if usual in values else next(iter(usable), "")
+
+
+def _logits_behind(program: TracedProgram, loss: Traced) -> Traced:
+    """Return what the last product with a weight makes for each token, with its bias, of those behind a loss."""
+    steps = steps_to(program.steps, [loss])
+    products = [step.makes for step in steps if step.sort == "product" and _has_weight(step)]
+    is_of_tokens = bool(products) and len(products[-1].dims) == _LOGITS_DIMS
+    message = "makes its loss of no logits of each token, [batch, sequence, vocabulary], by a product with a weight"
+    require((is_of_tokens, "module", message))
+    (logits,) = products[-1:]
+    readers = [step for step in steps if any(read.value is logits for read in step.reads)]
+    shifts = [step.makes for step in readers if name_of(step) in ("add", "add_") and _has_weight(step)]
+    return shifts[0] if len(readers) == len(shifts) == 1 else logits
+
+
+def _has_weight(step: TracedStep) -> bool:
+    return any(read.value.origin == "parameter" for read in step.reads)
