@@ -3,7 +3,7 @@
 from functools import cache
 
 from autoshard.cost.setting import Question
-from autoshard.errors import Fault, InputError
+from autoshard.errors import Fault, InputError, require
 from autoshard.layout.layout import show_atoms, whole_axes
 from autoshard.layout.pin import BOUNDARY, Pin, PinConstraints, pin_constraints
 from autoshard.plan.build import mesh_of
@@ -12,6 +12,7 @@ from autoshard.plan.lowering import ATOMS, StepGraph
 from autoshard.plan.nxd.forms import plan_forms
 from autoshard.plan.plan import Plan
 from autoshard.plan.tables import plan_programs
+from autoshard.plan.verify import tied_misfits
 
 
 def pin_faults(question: Question, candidate: Candidate, pins: tuple[Pin, ...]) -> tuple[Fault, ...]:
@@ -45,6 +46,14 @@ def pin_faults(question: Question, candidate: Candidate, pins: tuple[Pin, ...]) 
 def constraints(step: StepGraph, pins: tuple[Pin, ...]) -> PinConstraints:
     """Return what pins fix of the blocks of a step; one InputError holds every fault and every conflict."""
     return pin_constraints(step.graph, pins)
+
+
+def require_alike(plan: Plan) -> None:
+    """Refuse a pinned table that cuts a weight otherwise than another block with which that is shared."""
+    misfits = tied_misfits(plan, plan_programs(plan)) if plan.model.tied_embeddings else ()
+    require(
+        *((False, "pins", f"with what is pinned, {misfit}: a pin of the weight holds for both") for misfit in misfits)
+    )
 
 
 def require_forms(plan: Plan) -> None:

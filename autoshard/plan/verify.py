@@ -164,7 +164,8 @@ def _strategy_misfits(plan: Plan) -> Iterator[Rejection]:
     except InputError as error:
         yield from (_reject("plan-strategies", str(fault)) for fault in error.faults)
         return
-    misfits, right = [*_tied_misfits(plan, programs)], units_of(plan)
+    misfits = [_reject("plan-tied", f"strategies: {why}") for why in tied_misfits(plan, programs)]
+    right = units_of(plan)
     for name in sorted({*right, *plan.units}):
         if right.get(name) != plan.units.get(name):
             why = f"what a whole block gathers and reduces follows from zero={plan.zero} and the table"
@@ -189,7 +190,7 @@ def _strategy_misfits(plan: Plan) -> Iterator[Rejection]:
     yield from misfits
 
 
-def _tied_misfits(plan: Plan, programs: Mapping[str, Program]) -> Iterator[Rejection]:
+def tied_misfits(plan: Plan, programs: Mapping[str, Program]) -> Iterator[str]:
     """Yield where two blocks that share a weight cut it differently."""
     sizes = table_setting(plan).atoms
     for pair in step_graph_of(plan).graph.tied.items():
@@ -197,8 +198,7 @@ def _tied_misfits(plan: Plan, programs: Mapping[str, Program]) -> Iterator[Rejec
         cuts = [programs[kind].results[f"{weight}.sum"].layout.dims for kind, weight in names]
         if [cut for _, cut in cuts[0]] != [cut for _, cut in cuts[1]]:
             copy, owner = (Layout(dims=tuple((dim, whole_axes(cut, sizes)) for dim, cut in dims)) for dims in cuts)
-            message = f"strategies: {pair[0]} is {copy}, but shares its values with {pair[1]}, which is {owner}"
-            yield _reject("plan-tied", f"{message}. Cut both alike")
+            yield f"{pair[0]} is {copy}, but shares its values with {pair[1]}, which is {owner}. Cut both alike"
 
 
 def _prediction_misfits(plan: Plan, prediction: Prediction) -> Iterator[Rejection]:

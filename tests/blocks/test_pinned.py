@@ -119,6 +119,8 @@ def test_a_pin_of_a_tied_weight_holds_for_both_of_its_places():
     both = {"embed.weight": "[vocab, hidden/tp]", "unembed.weight": "[vocab/tp, hidden]"}
     with pytest.raises(InputError, match="exclude each other"):
         plan_at(replace(pinned(both), model=tied), candidate)
+    with pytest.raises(InputError, match=r"^pins: .* \[vocab, hidden/tp\]\. Cut both alike: a pin of the weight holds"):
+        plan_at(replace(pinned({"embed": "[batch, seq, hidden/tp]"}), model=tied), candidate)
 
 
 def test_a_table_that_cuts_a_tied_weight_in_two_ways_is_refused():

@@ -116,10 +116,12 @@ class Request:
         if not tables:
             return plan
         plan = with_tables(plan, used)
-        if self.layouts and engine == "nxd":
-            from autoshard.blocks.pinned import require_forms
+        if self.layouts:
+            from autoshard.blocks.pinned import require_alike, require_forms
 
-            require_forms(plan)
+            require_alike(plan)
+            if engine == "nxd":
+                require_forms(plan)
         return plan
 
     def pin_faults(self, candidate: Candidate) -> tuple[Fault, ...]:
