@@ -47,17 +47,19 @@ def lower(  # noqa: PLR0913
 
     If every rank ``has_inputs`` whole, each reader is given its part.
     """
-    lowering = _Lowering(block, cuts, atoms, price, keeps_gathered=keeps_gathered, has_inputs=has_inputs)
+    lowering = _Lowering(
+        block, cuts, atoms, price, boundary=boundary, keeps_gathered=keeps_gathered, has_inputs=has_inputs
+    )
     for op in block.select("micro_batch"):
-        lowering.add(op, boundary)
-    lowering.finish_clones(boundary)
+        lowering.add(op)
+    lowering.finish_clones()
     results = {f"{tensor.name}.sum": lowering.made[f"{tensor.name}.sum"] for tensor in block.parameters}
     for name in block.gives:  # parts of a single number wait: a loss is only reported, and added once per step
-        whole = block.tensors[name].dims
-        results[name] = lowering.fetch(name, _restricted(boundary, whole), "F") if whole else lowering.made[name]
+        has_dims = bool(block.tensors[name].dims)
+        results[name] = lowering.fetch(name, lowering.between(name), "F") if has_dims else lowering.made[name]
     for name in block.takes:
         gradient = block.given_back(name)
-        results[gradient] = lowering.fetch(gradient, _restricted(boundary, block.tensors[name].dims), "I")
+        results[gradient] = lowering.fetch(gradient, lowering.between(name), "I")
     gradients = {results[block.given_back(name)].name for name in block.takes}
     return Program(instructions=in_the_earliest_pass(lowering.instructions, gradients), results=results)
 
@@ -70,13 +72,14 @@ When = Pass | Literal["again"]  # whose reading: of a pass, or of what is comput
 class _Lowering:
     """A program under construction: the values that exist, their layouts, and the passes that made them."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         block: Block,
         cuts: Mapping[str, Cuts],
         atoms: Sizes,
         price: Price,
         *,
+        boundary: Cuts,
         keeps_gathered: bool,
         has_inputs: bool,
     ) -> None:
@@ -84,6 +87,7 @@ class _Lowering:
         self.cuts = cuts
         self.atoms = atoms
         self.price = price
+        self.boundary = boundary
         self.keeps_gathered, self.has_inputs = keeps_gathered, has_inputs
         self.instructions: list[Instruction] = []
         self.made: dict[str, Value] = {}
@@ -98,7 +102,7 @@ class _Lowering:
         self._settled = _settled(block) | self._at_once
         self._maker = {name: op for op in reversed(block.ops) for name in op.outputs}
 
-    def add(self, op: Op, boundary: Cuts) -> None:
+    def add(self, op: Op) -> None:
         """Lower one operation; delivers and their gradients only record the tensors behind a name."""
         if isinstance(op.kind, Deliver):
             back = {new: old for old, new in op.kind.rename}
@@ -114,12 +118,12 @@ class _Lowering:
         if around:
             hops = math.prod(self.atoms[atom] for atom in around) - isinstance(op.kind, Attend)
             ring = (Collective(kind="permute", dim=op.kind.ring_dim, atoms=around),) * hops
-        reads = tuple(self._reads(op, op_cuts, boundary))
+        reads = tuple(self._reads(op, op_cuts))
         writes = tuple(self._output(op, index, op_cuts, reads) for index in range(len(op.outputs)))
         self.made |= {value.tensor: value for value in writes}
         self.instructions.append(Compute(op=op, cuts=op_cuts, reads=reads, writes=writes, ring=ring))
 
-    def finish_clones(self, boundary: Cuts) -> None:
+    def finish_clones(self) -> None:
         """Give unread results of clones the layouts of the forward pass, because modules run to their end."""
         ops = self.block.select("micro_batch")
         read = {name for op in ops for name in op.inputs}
@@ -128,7 +132,7 @@ class _Lowering:
                 tensor = op.outputs[0].removesuffix(".again")
                 readers = (reader for reader in self.block.select("micro_batch", "F") if tensor in reader.inputs)
                 reader_cuts = [self.cuts[reader.name] for reader in readers if reader.name in self.cuts]
-                for cuts in (*reader_cuts, boundary) if tensor in self.block.gives else reader_cuts:
+                for cuts in (*reader_cuts, self.boundary) if tensor in self.block.gives else reader_cuts:
                     self.fetch(op.outputs[0], _restricted(cuts, self.block.tensors[tensor].dims), "again")
 
     def fetch(self, tensor: str, cuts: Cuts, when: When, busy: Busy = None) -> Value:
@@ -143,32 +147,30 @@ class _Lowering:
         if root in self._parts:
             return self._collected(root, root_cuts, when, busy)
         if root not in self.made:
-            self._give(root, root_cuts)
+            from_neighbours = root in self._seeds or root in self.block.takes
+            self._give(root, self.between(root) if from_neighbours else root_cuts)
         elif self.has_inputs and self.block.tensors[root].role == "input":
             return self._given_again(root, root_cuts)
         return self._change(self.made[root], root_cuts, when, busy)
 
-    def _reads(self, op: Op, op_cuts: Cuts, boundary: Cuts) -> list[Value]:
+    def _reads(self, op: Op, op_cuts: Cuts) -> list[Value]:
         """Fetch the inputs of an operation in its cuts; an accumulator last: its sums wait like its addend's."""
         busy = frozenset(atom for atoms in op_cuts.values() for atom in atoms)
         linear = op.kind.linear_through()
-        arriving = {*self.block.takes, *self._seeds}
         by_index: dict[int, Value] = {}
         for index, name in sorted(enumerate(op.inputs), key=lambda read: self.block.tensors[read[1]].role == "state"):
             tensor = self.block.tensors[name]
             if tensor.role == "state":
                 (addend,) = by_index.values()
                 self._give(name, dict(addend.layout.dims), addend.layout.sums)
-            root = self._origin[name][0] if name in self._origin else name
-            for part in {
-                root,
-                *self._parts.get(root, ()),
-            } & arriving - self.made.keys():  # from the neighbouring blocks
-                self._give(part, _restricted(boundary, self.block.tensors[part].dims))
             when: When = "again" if op.again else op.pass_
             passes = index in linear and name not in self._settled
             by_index[index] = self.fetch(name, _restricted(op_cuts, tensor.dims), when, busy if passes else None)
         return [by_index[index] for index in range(len(op.inputs))]
+
+    def between(self, tensor: str) -> Cuts:
+        """Return how a tensor lies between blocks."""
+        return _restricted(self.boundary, self.block.tensors[tensor].dims)
 
     def _give(self, tensor: str, cuts: Cuts, sums: tuple[str, ...] = ()) -> None:
         layout = _layout(self.block.tensors[tensor].dims, cuts, sums=sums)

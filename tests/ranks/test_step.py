@@ -25,6 +25,7 @@ from tests.ranks.cases import (
     engine_of,
     gemma,
     gpt,
+    gpt_oss,
     hold,
     llama,
     olmo2,
@@ -141,6 +142,12 @@ PINNED = {
 def test_layouts_that_no_search_would_choose_give_the_same(case):
     task = Task.of(plan_of("tp=2,pp=1,dp=2,mbs=2", llama(), PINNED[case]))
     compare(task.reference(), [share for (share,) in on_ranks(4, run_steps, task)])
+
+
+def test_a_gradient_that_several_additions_pass_on_arrives_as_it_lies_between_blocks():
+    """The sum of a mixture with biases passes the gradient of the residual on, which the last addition cuts itself."""
+    task = Task.of(plan_of("tp=1,pp=1,dp=2,sp=false,mbs=2", gpt_oss(), {"mlp_add": "[batch, seq/dp, hidden]"}))
+    compare(task.reference(), [share for (share,) in on_ranks(2, run_steps, task)])
 
 
 TIED = {"embed": "[batch, seq/tp, hidden]", "unembed": "[batch, seq, vocab]"}  # parts of a gradient, and all of it
