@@ -153,7 +153,7 @@ def under_autocast(name: str) -> tuple[bool, list[tuple[float, float]]]:
 @pytest.mark.parametrize("name", rest_is_slow(["Llama", "GPT-2", "torch's TransformerEncoder"], 0, 1))
 def test_autocast_rounds_as_it_does_in_the_plain_module(name: str):
     for same, far in on_ranks(4, under_autocast, name):
-        assert same and all(0.7 < ours / plain < 1.4 for plain, ours in far), far  # of numbers in FP32 it would be 0
+        assert same and all(0.5 < ours / plain < 1.4 for plain, ours in far), far  # of numbers in FP32 it would be 0
 
 
 def without_numbers(kind: str) -> float:
