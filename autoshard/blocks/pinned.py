@@ -11,7 +11,7 @@ from autoshard.plan.candidate import Candidate, boundary_cuts
 from autoshard.plan.lowering import ATOMS, StepGraph
 from autoshard.plan.nxd.forms import plan_forms
 from autoshard.plan.plan import Plan
-from autoshard.plan.tables import plan_programs
+from autoshard.plan.tables import plan_programs, step_graph_of, table_setting
 from autoshard.plan.verify import tied_misfits
 
 
@@ -50,7 +50,9 @@ def constraints(step: StepGraph, pins: tuple[Pin, ...]) -> PinConstraints:
 
 def require_alike(plan: Plan) -> None:
     """Refuse a pinned table that cuts a weight otherwise than another block with which that is shared."""
-    misfits = tied_misfits(plan, plan_programs(plan)) if plan.model.tied_embeddings else ()
+    if not plan.model.tied_embeddings:
+        return
+    misfits = tied_misfits(step_graph_of(plan).graph, plan_programs(plan), table_setting(plan).atoms)
     require(
         *((False, "pins", f"with what is pinned, {misfit}: a pin of the weight holds for both") for misfit in misfits)
     )

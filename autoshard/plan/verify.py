@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from autoshard.errors import InputError
+from autoshard.graph.block import OpGraph
 from autoshard.layout.layout import Layout, whole_axes
 from autoshard.layout.program import Compute, Program
 from autoshard.plan.build import build_plan, padding_of
@@ -164,7 +165,8 @@ def _strategy_misfits(plan: Plan) -> Iterator[Rejection]:
     except InputError as error:
         yield from (_reject("plan-strategies", str(fault)) for fault in error.faults)
         return
-    misfits = [_reject("plan-tied", f"strategies: {why}") for why in tied_misfits(plan, programs)]
+    tied = tied_misfits(step_graph_of(plan).graph, programs, table_setting(plan).atoms)
+    misfits = [_reject("plan-tied", f"strategies: {why}") for why in tied]
     right = units_of(plan)
     for name in sorted({*right, *plan.units}):
         if right.get(name) != plan.units.get(name):
@@ -190,10 +192,9 @@ def _strategy_misfits(plan: Plan) -> Iterator[Rejection]:
     yield from misfits
 
 
-def tied_misfits(plan: Plan, programs: Mapping[str, Program]) -> Iterator[str]:
-    """Yield where two blocks that share a weight cut it differently."""
-    sizes = table_setting(plan).atoms
-    for pair in step_graph_of(plan).graph.tied.items():
+def tied_misfits(graph: OpGraph, programs: Mapping[str, Program], sizes: Mapping[str, int]) -> Iterator[str]:
+    """Yield where two blocks that share a weight cut it differently, over atoms of these sizes."""
+    for pair in graph.tied.items():
         names = [tensor.partition(".")[::2] for tensor in pair]
         cuts = [programs[kind].results[f"{weight}.sum"].layout.dims for kind, weight in names]
         if [cut for _, cut in cuts[0]] != [cut for _, cut in cuts[1]]:

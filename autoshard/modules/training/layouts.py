@@ -10,7 +10,7 @@ from autoshard.blocks.problem import OperatorProblem
 from autoshard.cost.built_in import calibration_of
 from autoshard.cost.collective import Number, Ring, mesh_ring
 from autoshard.cost.setting import rank_rates
-from autoshard.errors import Faults
+from autoshard.errors import Faults, require
 from autoshard.graph.block import Block
 from autoshard.graph.op import Op
 from autoshard.layout.layout import Collective, Cuts
@@ -21,6 +21,7 @@ from autoshard.modules.training.graph import CodeGraph
 from autoshard.plan.candidate import boundary_cuts
 from autoshard.plan.lowering import ATOMS, ENDS, NOMINAL_PRICE
 from autoshard.plan.plan import Plan
+from autoshard.plan.verify import tied_misfits
 from autoshard.spec.kernels import load_kernels
 
 WeightCut = tuple[tuple[str, ...], ...]  # the atoms that cut each dim of a weight
@@ -147,4 +148,6 @@ def code_programs(code: CodeGraph, plan: Plan, tables: Mapping[str, Table]) -> M
             table = {**tables.get(block.kind, {}), **tables.get(name, {})}
             programs[name] = program_of(block, table, setting)
     faults.refuse()
+    tied = tied_misfits(code.graph, programs, setting.atoms)
+    require(*((False, "code.strategies", why) for why in tied))
     return programs

@@ -215,13 +215,23 @@ def test_code_that_changed_after_it_was_planned_is_not_run(typed: Typed):
 @pytest.mark.ranks
 def test_an_edited_line_of_the_code_is_refused_with_the_line_that_would_be_right(typed: Typed):
     assert typed(f"plan --module mine.py:gpt {ASKED} --fix tp=2 --out plan.json")[0] == 0
-    data = json.loads(Path("plan.json").read_text())
+    before = Path("plan.json").read_text()
+    data = json.loads(before)
     lines = data["code"]["strategies"]["layer"]
     name = next(name for name, line in lines.items() if "reduce" in line)
     lines[name] = lines[name].partition(" | ")[0]
     Path("plan.json").write_text(json.dumps(data))
     code, _, err = typed("run plan.json --steps 2")
     assert code == 2 and f"code.strategies.layer.{name}" in err
+    lines[name] = json.loads(before)["code"]["strategies"]["layer"][name]
+    lines = data["code"]["strategies"]["embed"]  # the head keeps its part of the words' width
+    lines["words"] = "[vocab/tp, hidden], [batch, seq] -> [batch, seq, hidden] +tp"
+    changed = "F reduce_scatter hidden/tp | I all_gather hidden/tp"
+    lines["words_out"] = f"[batch, seq, hidden] +tp -> [batch, seq, hidden/tp] | {changed}"
+    Path("plan.json").write_text(json.dumps(data))
+    for command in ("run plan.json --steps 2", "verify plan.json"):
+        code, _, err = typed(command)
+        assert code == 2 and "code.strategies: head.words.weight is [vocab, hidden/tp], but shares" in err
 
 
 @pytest.mark.slow
