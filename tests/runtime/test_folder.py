@@ -1,5 +1,6 @@
 """The folder of a run: one run at a time, one model, and no start without end."""
 
+import math
 import os
 import signal
 import threading
@@ -11,12 +12,16 @@ from typing import Any
 import pytest
 
 from autoshard.cli import main
+from autoshard.commands.running.execution import Execution, RunDisplay
 from autoshard.errors import InputError, RunFailed
 from autoshard.plan.codec import dump
+from autoshard.run.protocol import Run
+from autoshard.run.reports import Started, TimedStep
 from autoshard.runtime import folder
 from autoshard.runtime.folder import allow_attempts, count_attempt, locked, note_stepped, refuse_other_run
 from autoshard.runtime.metrics.log import MetricsLog
 from autoshard.runtime.restart import start_before
+from autoshard.spec.training import Training
 from tests.runtime.cases import children_of, started, tiny_plan, wait_until, write_tiny
 
 
@@ -138,3 +143,21 @@ def test_a_full_disk_is_named_when_a_folder_is_locked(tmp_path: Path) -> None:
     with pytest.raises(OSError) as caught, locked(tmp_path):
         pass
     assert caught.value.filename == str(tmp_path / ".lock")
+
+
+@pytest.mark.parametrize("updated", [False, True])
+def test_a_step_that_updated_nothing_is_none_that_a_start_came_to(updated: bool, tmp_path: Path) -> None:
+    """Else a scheduler would queue a run for ever whose loss is no number in the same step of every start."""
+    plan = tiny_plan("tp=1,pp=1,dp=1")
+    run = Run(folder=tmp_path, training=Training())
+    execution = Execution(plan=plan, notes=(), run=run, tried=False, restarts=0, json=True)
+    step = TimedStep(
+        number=41, loss=math.nan, norm=1.0, time_s=0.1, num_tokens=8, learning_rate=1e-3, waited_s=0.0,
+        updated=updated, memory_bytes=0, phase="warm-up",
+    )  # fmt: skip
+    refusal = nullcontext() if updated else pytest.raises(RunFailed, match="5 starts after step 40 came to no step")
+    with refusal:
+        for _ in range(6):
+            with RunDisplay(execution) as display:
+                display(Started(step=40, notes=(), trackers=()))
+                display(step)

@@ -201,7 +201,7 @@ class RunDisplay:
             self.note(str(message))
         else:
             assert self.steps is not None, "a run starts before its steps"
-            if not self._stepped:
+            if not self._stepped and message.updated:  # numbers gone wrong come again at every start
                 self._stepped = True
                 with suppress(OSError):  # a full disk ends no run
                     note_stepped(self._execution.run.folder, message.number)
