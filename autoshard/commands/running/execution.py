@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from autoshard.calibration.rows import Occasion, row_text
 from autoshard.commands.output import print_answer, write_text
+from autoshard.commands.running.lasting import LastingOutput
 from autoshard.commands.running.steps import StepDisplay
 from autoshard.commands.running.teaching import learn_from_run, predicted_here
 from autoshard.errors import InputError, NotFinite, RunFailed, Stopped, require
@@ -117,10 +118,11 @@ def execute(execution: Execution, launched: GivenRank | None) -> int:
         if launched is None and not execution.tried and execution.platform == LOCAL:  # ranks of torchrun read one plan
             here, notes = predicted_here(execution.plan)
             execution = replace(execution, plan=here, notes=(*execution.notes, *notes))
-        _begin(execution, launched)
-        display = RunDisplay(execution)
-        report = _with_restarts(execution, launched, build, display)
-        return _conclude(execution, report, display) if report else 0
+        with LastingOutput() as output:
+            _begin(execution, launched)
+            display = RunDisplay(execution)
+            report = _with_restarts(execution, launched, build, display)
+            return _conclude(execution, report, display, output) if report else 0
 
 
 def _with_restarts(
@@ -280,7 +282,7 @@ def free_sibling(folder: Path) -> Path:
     return next(name for name in names if not name.exists())
 
 
-def _conclude(execution: Execution, report: RunReport, display: RunDisplay) -> int:
+def _conclude(execution: Execution, report: RunReport, display: RunDisplay, output: LastingOutput) -> int:
     """Write the measured row, and print prediction and measurement; report files that could not be written last."""
     folder, plan = execution.run.folder, execution.plan
     if only_extracts():
@@ -318,7 +320,7 @@ def _conclude(execution: Execution, report: RunReport, display: RunDisplay) -> i
         print(_without_steps(training.steps, stopped_by=report.signal))
     if report.steps:
         _teach(execution, report, row)
-    if failures:
+    if failures := [*failures, *filter(None, [output.failure])]:
         raise RunFailed("\n".join(failures))
     if report.signal:
         name = signal.Signals(report.signal).name
