@@ -25,6 +25,7 @@ Child = Callable[[int, Say], Any]  # takes its rank, and how it says something b
 
 _LOOK_S = 1.0  # how long to wait for messages before looking after the ranks
 _GRACE_S = 0.5  # after a failure, to hear of those who failed before it
+_AGAIN_S = 1.0  # between two signals of somebody impatient: ``timeout`` sends its child one, and the whole group one
 _LAST_LINES = 15  # of a traceback that are shown; the log has all
 
 Explain = Callable[[int, int | None], str]  # why a rank ended with an exit code, if it has left a report
@@ -120,11 +121,12 @@ class _Ranks:
         return _RankFailure(rank=rank, silent=True, at_s=time.monotonic(), text=text, error=error)
 
     def pass_on(self, number: int, _: object) -> None:
-        """Give a signal to the ranks; without any grace, or at the second signal, stop at once."""
-        self.signals.append((signal.Signals(number), time.monotonic()))
+        """Give a signal to the ranks; without any grace, or at a later second signal, stop at once."""
+        now_s = time.monotonic()
+        self.signals.append((signal.Signals(number), now_s))
         if os.getpid() != self.parent:
             return  # a fork that is not yet a rank; it looks after what has come when it is
-        if not self.grace_s or len(self.signals) > 1:
+        if not self.grace_s or now_s > self.signals[0][1] + _AGAIN_S:
             raise self.ending
         for worker in self.workers:
             if worker.pid is not None and worker.is_alive():

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from autoshard.errors import RunFailed, Stopped
-from autoshard.runtime import train as loop, watchdog
+from autoshard.runtime import forked, train as loop, watchdog
 from autoshard.runtime.checkpoint import loading, saver
 from autoshard.runtime.checkpoint.shelf import Shelf
 from autoshard.runtime.checkpoint.storage import Storage
@@ -134,6 +134,19 @@ def test_a_signal_saves_the_step_that_it_met(tmp_path: Path) -> None:
     assert found.report is not None and found.report.signal == signal.SIGTERM
     last = found.steps[-1].number
     assert last >= 3 and found.saved_steps == [last]
+
+
+def test_only_a_later_second_signal_stops_ranks_before_they_have_saved(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """``timeout`` sends two at once: to its child, and to the group of processes of both."""
+    ranks = forked._Ranks(tmp_path, 30.0, lambda rank, code: "")
+    for _ in range(2):
+        ranks.pass_on(signal.SIGTERM, None)
+    monkeypatch.setattr(forked, "_AGAIN_S", 0.0)
+    time.sleep(0.01)
+    with pytest.raises(Stopped):
+        ranks.pass_on(signal.SIGTERM, None)
 
 
 def test_ranks_that_do_not_heed_a_signal_are_stopped_when_their_grace_is_over(
