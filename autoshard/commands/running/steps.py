@@ -59,7 +59,8 @@ class StepDisplay:
         self._trackers = Trackers(trackers, config, shown)
         self._pace = Pace(training.steps, plan.prediction if plan.cluster.name == platform else None)
         self._monitor = NeuronMonitor()
-        self._num_steps, self._silent = training.steps, silent
+        self._num_steps, self._judging, self._silent = training.steps, training.eval, silent
+        self._held: tuple[int, dict[str, Any]] | None = None  # the last step, if trackers wait for its evaluation
         self._console = make_console()
         self._live: Live | None = None
         self._num_shown = 0
@@ -80,7 +81,10 @@ class StepDisplay:
             if self.failure is None:
                 self.failure = f"{self._log.path}: step {step.number} was not written: {error.strerror or error}"
                 self.say("warning", f"{self.failure}. The run continues")
-        self._trackers.log(step.number, record)
+        self._hand_on()
+        self._held = step.number, record
+        if not self._judging.is_due(step.number, self._num_steps):
+            self._hand_on()
         for warning in paced.warnings:
             self.say("warning", warning)
         self._pass_on()
@@ -102,7 +106,9 @@ class StepDisplay:
             self._evaluations.append({**result.record, "at": time.time()})
         except OSError as error:
             self.failure = self.failure or f"{self._evaluations.path}: was not written: {error.strerror or error}"
-        self._trackers.log(result.number, {"eval": {"loss": result.loss, "perplexity": result.perplexity}})
+        _, record = self._held or (result.number, {})
+        self._held = result.number, {**record, "eval": {"loss": result.loss, "perplexity": result.perplexity}}
+        self._hand_on()
         self.say("note", str(result))
 
     def __enter__(self) -> "StepDisplay":
@@ -117,6 +123,7 @@ class StepDisplay:
             self._live.stop()
             self._live = None
         self._monitor.close()
+        self._hand_on()
         self._trackers.finish(self._summary, failed=kind is not None, within_s=_FINISH_S if kind is None else _FAILED_S)
         self._pass_on()
         self._log.close()
@@ -126,6 +133,12 @@ class StepDisplay:
     def conclude(self, plan: Plan, report: RunReport, platform: str) -> None:
         """Give trackers the comparison of run and prediction, which they log when they close."""
         self._summary = run_summary(plan, report, platform)
+
+    def _hand_on(self) -> None:
+        """Hand the step that is held to trackers, which take each step once."""
+        if self._held:
+            self._trackers.log(*self._held)
+            self._held = None
 
     def _pass_on(self) -> None:
         """Print the messages of trackers."""

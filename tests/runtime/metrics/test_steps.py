@@ -14,10 +14,11 @@ from autoshard.commands.running import steps as module
 from autoshard.commands.running.steps import StepDisplay
 from autoshard.errors import InputError
 from autoshard.run.folder import METRICS
-from autoshard.run.reports import TimedStep
+from autoshard.run.reports import EvaluatedStep, TimedStep
 from autoshard.runtime.launch import Placing, launch
-from autoshard.spec.training import Tracking, Training
+from autoshard.spec.training import Evaluating, Tracking, Training
 from tests.runtime.cases import read_metrics, tiny_plan
+from tests.runtime.metrics.test_trackers import Kept
 
 PLAN = tiny_plan("tp=1,pp=1,dp=1")
 
@@ -132,3 +133,21 @@ def test_another_machine_is_not_compared(tmp_path: Path) -> None:
         show(step(1))
     (found,) = read_metrics(tmp_path / METRICS)
     assert found["mfu"] is None
+
+
+def test_trackers_take_a_step_once_together_with_how_it_was_judged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """W&B takes no step a second time, so an evaluation that came after its step was never shown there."""
+    kept = Kept()
+    monkeypatch.setattr(module, "trackers_of", lambda *_, **__: [kept])
+    training = Training(steps=5, eval=Evaluating(sets={"judge": 1.0}, every_steps=2))
+    with StepDisplay(PLAN, training, tmp_path, platform="local", silent=True) as show:
+        for number in range(1, 5):
+            show(step(number))
+            if number == 2:
+                show.evaluated(EvaluatedStep(number=2, loss=0.5, num_samples=4, time_s=0.1, best=True))
+    steps = [heard for heard in kept.heard if isinstance(heard, tuple) and isinstance(heard[0], int)]
+    assert [number for number, _ in steps] == [1, 2, 3, 4], "the last one too, whose evaluation was broken off"
+    assert [values.get("eval/loss") for _, values in steps] == [None, 0.5, None, None]
+    assert all(values["loss"] == 1.0 for _, values in steps)
