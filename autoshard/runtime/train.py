@@ -8,12 +8,12 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
-from autoshard.errors import NotFinite, RunFailed
+from autoshard.errors import AutoshardError, NotFinite, RunFailed
 from autoshard.plan.codec import dump
 from autoshard.plan.plan import Plan
 from autoshard.run.activity import RankActivity, activity_folder
@@ -153,27 +153,40 @@ class _Loop:
     def _data(self) -> tuple[Prepared | None, int]:
         """Return the data of the next step when all ranks have theirs; None at a signal, and which one it is.
 
-        Storage that is slow is no hang: it is said, and waited for. A rank that gives up ends the run, which is saved.
+        Storage that is slow is no hang: it is said, and waited for. A rank that gives up, or that cannot read its data,
+        ends the run, which is saved.
         """
         number, activity = self._state.step + 1, self._run.activity
         activity.begin(number)
         start_s, ready = time.monotonic(), self._is_data_ready(number)
         activity.wait("all ranks to be ready")
-        signaled, late = self._signals[0] if self._signals else 0, not ready and not self._signals
-        signs = torch.tensor([signaled, not ready, late and dist.get_rank() + 1], dtype=torch.int64)
+        failure, late = self.loader.failure, not ready and not self._signals
+        signaled = self._signals[0] if self._signals else 0
+        signs = torch.tensor([signaled, not ready, late and dist.get_rank() + 1, bool(failure)], dtype=torch.int64)
         dist.all_reduce(signs, op=dist.ReduceOp.MAX, group=self._hosts)
-        signaled, missing, late = signs.tolist()
-        if not missing:
+        signaled, missing, late, failed = signs.tolist()
+        if not missing and not failed:
             prepared = self.loader.next()
             return replace(prepared, waited_s=prepared.waited_s + time.monotonic() - start_s), 0
         activity.begin(0)
         if signaled:
             return None, signaled
-        self._save_last()
-        saved = f"; the state of step {self._saved_step} is saved" if self._saves and not self._failure else ""
+        if failed:
+            self._end_unread(failure)
         limit_s = self._run.training.watchdog.data_s
         remedy = "Look at the storage of the data, or set a longer watchdog.data_s"
-        raise RunFailed(f"rank {late - 1} got no data for step {number} in {limit_s:.0f} s{saved}. {remedy}")
+        raise RunFailed(f"rank {late - 1} got no data for step {number} in {limit_s:.0f} s{self._saved()}. {remedy}")
+
+    def _end_unread(self, failure: Exception | None) -> NoReturn:
+        """Save the state, and end the run on all ranks with why the first of those that failed cannot read its data."""
+        reasons: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(reasons, failure and _reason(failure), self._hosts)
+        raise RunFailed(f"{next(filter(None, reasons))}{self._saved()}") from failure
+
+    def _saved(self) -> str:
+        """Save the state, and say so at the end of a sentence."""
+        self._save_last()
+        return f"; the state of step {self._saved_step} is saved" if self._saves and not self._failure else ""
 
     def _is_data_ready(self, number: int) -> bool:
         """Wait for this rank's data of a step, and say that it takes long; until a signal comes or its time is over."""
@@ -307,3 +320,10 @@ class _Loop:
         budget = f", and {training.skip_budget} steps were skipped before" if training.on_nonfinite == "skip" else ""
         remedy = "Lower learning_rate, look at these samples, or set on_nonfinite to skip"
         raise NotFinite(f"{what}. Nothing was updated{budget}; {samples}. {remedy}")
+
+
+def _reason(error: Exception) -> str:
+    """Say in a line why something could not be read."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename or 'the data'}: cannot be read: {error.strerror}"
+    return str(error) if isinstance(error, AutoshardError) else f"{type(error).__name__}: {error}"

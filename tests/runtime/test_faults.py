@@ -1,5 +1,6 @@
 """Faults that are made to happen: after each, the next start goes on along the curve of an undisturbed run."""
 
+import errno
 import os
 import random
 import re
@@ -12,12 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from autoshard.errors import RunFailed, Stopped
 from autoshard.runtime import forked, train as loop, watchdog
 from autoshard.runtime.checkpoint import loading, saver
 from autoshard.runtime.checkpoint.shelf import Shelf
 from autoshard.runtime.checkpoint.storage import Storage
+from autoshard.runtime.data.opened import source_of
 from tests.runtime.training_cases import Trained, after_steps, plan_of, trained
 from tests.slower import rest_is_slow
 
@@ -176,3 +179,28 @@ def test_a_rank_that_stands_still_is_named_with_what_all_wait_for(
     assert "stopped by a signal" in str(caught.value)
     assert re.search(r"rank 0 .*: waits for .*(over tp of ranks \(0, 1\)|all ranks to)", str(caught.value))
     assert not active_children()
+
+
+class Unreadable:
+    """Data that one rank cannot read from a sample on."""
+
+    def __init__(self, source: Any, first: int) -> None:
+        self._source, self._first = source, first
+
+    def samples(self, first: int, count: int) -> Any:
+        if first >= self._first and dist.get_rank() == 1:
+            raise OSError(errno.EIO, "Input/output error", "web.bin")
+        return self._source.samples(first, count)
+
+
+@pytest.mark.slow
+def test_data_that_one_rank_cannot_read_ends_the_run_after_a_save(
+    curve: dict[int, float], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "source_of", lambda *given: Unreadable(source_of(*given), first=12))
+        start, error = one_start(tmp_path, every_steps=None)
+    assert isinstance(error, RunFailed) and start.saved_steps == [3]
+    assert str(error) == "web.bin: cannot be read: Input/output error; the state of step 3 is saved"
+    again, error = one_start(tmp_path)
+    assert error is None and start.curve | again.curve == curve and again.started.step == 3

@@ -149,6 +149,13 @@ class PrefetchLoader:
         with self._changed:
             return self._changed.wait_for(lambda: bool(self._steps), patience_s)
 
+    @property
+    def failure(self) -> Exception | None:
+        """The error that the next step raises, if that is known already."""
+        with self._changed:
+            first = self._steps[0] if self._steps else None
+        return first if isinstance(first, Exception) else None
+
     def next(self) -> Prepared:
         """Return the next step."""
         start_s = time.perf_counter()
