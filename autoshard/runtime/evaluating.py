@@ -2,7 +2,9 @@
 
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -10,7 +12,7 @@ import numpy as np
 from autoshard.errors import RunFailed, require
 from autoshard.plan.plan import Plan
 from autoshard.run.activity import RankActivity
-from autoshard.run.protocol import Evaluates
+from autoshard.run.protocol import Batch, Evaluates
 from autoshard.run.reports import EvaluatedStep
 from autoshard.runtime.data.batches import SampleSource, StepShape, batches
 from autoshard.runtime.data.opened import source_of
@@ -18,6 +20,8 @@ from autoshard.spec.training import Training
 
 if TYPE_CHECKING:  # which imports torch, and the help of a command does without
     from autoshard.runtime.checkpoint.files import RunState
+
+Reads = Callable[[Callable[[], tuple[Batch, ...]]], tuple[Batch, ...]]  # prepares a batch as it is told
 
 _SEED = 0  # of the order of the samples: two runs with other seeds are judged by the same ones
 
@@ -60,16 +64,18 @@ class Evaluator:
         sets = ",".join(f"{name}={weight:g}" for name, weight in sorted(self.training.eval.sets.items()))
         return f"{self.num_steps * self.shape.num_samples} of {sets}"
 
-    def judged(self, engine: Evaluates, state: "RunState", activity: RankActivity) -> "tuple[EvaluatedStep, RunState]":
+    def judged(
+        self, engine: Evaluates, state: "RunState", activity: RankActivity, read: Reads = lambda prepare: prepare()
+    ) -> "tuple[EvaluatedStep, RunState]":
         """Return the mean loss of all counted tokens, and the state that knows the best step so far.
 
-        The watchdog looks at it as at a step.
+        The watchdog looks at it as at a step. Each batch is prepared by ``read``, which may break the evaluation off.
         """
         start_s, total, count = time.perf_counter(), 0.0, 0
         activity.begin(state.step)
         for number in range(self.num_steps):
             activity.wait("the data of the evaluation", of_storage=True)
-            micro_batches = batches(self.source, number * self.shape.num_samples, self.shape)
+            micro_batches = read(partial(batches, self.source, number * self.shape.num_samples, self.shape))
             activity.act("the evaluation")
             counted = sum(int(np.count_nonzero(batch["token_weight"])) for batch in micro_batches)
             total, count = total + engine.evaluate(micro_batches) * counted, count + counted

@@ -18,7 +18,7 @@ from autoshard.plan.codec import dump
 from autoshard.plan.plan import Plan
 from autoshard.run.activity import RankActivity, activity_folder
 from autoshard.run.folder import PLAN, TRAINING
-from autoshard.run.protocol import HOST, Builds, Engine, Evaluates, Run, StepReport
+from autoshard.run.protocol import HOST, Batch, Builds, Engine, Evaluates, Run, StepReport
 from autoshard.run.reports import EvaluatedStep, RunReport, SavedStep, Started, TimedStep, phase_of
 from autoshard.runtime.checkpoint.agreed import from_first_rank
 from autoshard.runtime.checkpoint.files import RunState
@@ -63,6 +63,14 @@ def train(plan: Plan, run: Run, build: Builds, say: Say, watch: Watch | None = N
             return loop.run()
 
 
+class _SignalCame(Exception):
+    """A signal to some rank ends what all of them are at."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        super().__init__(signal.Signals(number).name)
+
+
 class _Loop:
     """A run under way."""
 
@@ -96,7 +104,9 @@ class _Loop:
         shelf = Shelf(storage=run_storage(run))
         steps = from_first_rank(lambda: usable(shelf.steps), self._hosts) if self._saves else []
         self._saver = Saver(shelf, run.folder / "spool", steps, keeping=keeping, group=saving, label=label)
-        self._saved_step, self._saved_at_s, self._retry_s = self._state.step, time.monotonic(), 0.0
+        self._saved_state = self._saving_state = self._state
+        self._saved_at_s, self._retry_s = time.monotonic(), 0.0
+        self._stopped = 0  # the signal that ends the run
         self._owes = False  # a save that was due while another one was under way
         self._failure, self._num_taken = "", 0
         source = source_of(plan, replace(run.training.data, check="sizes"), self._state.seed)
@@ -106,13 +116,16 @@ class _Loop:
     def run(self) -> RunReport:
         """Take all steps that are left."""
         steps: deque[TimedStep] = deque(maxlen=_REPORTED)
-        stopped, _, _ = self._agree()  # a signal may have come while the state was loaded
-        while self._state.step < self._run.training.steps and not stopped:
+        self._stopped, _, _ = self._agree()  # a signal may have come while the state was loaded
+        if self._state.unjudged and not self._stopped:
+            self._state = replace(self._state, unjudged=False)
+            self._judge()
+        while self._state.step < self._run.training.steps and not self._stopped:
             before = self._state
-            prepared, stopped = self._data()
+            prepared, self._stopped = self._data()
             if prepared is None:
                 break
-            timed, report, (stopped, saving, due) = self._step(prepared)
+            timed, report, (self._stopped, saving, due) = self._step(prepared)
             steps.append(timed)
             self._say(timed)
             if not report.updated:
@@ -124,31 +137,55 @@ class _Loop:
             self._owes = bool(due)
             if due and not self._saver.busy:
                 self._owes = False
-                self._saver.begin(self._state, self._engine.pieces())
+                self._begin_save()
         self._run.activity.act("the end of the run")
         self._save_last()
         ranks: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(ranks, self._engine.measured(), self._hosts)
-        return RunReport(steps=tuple(steps), ranks=tuple(ranks), signal=stopped, unsaved=self._failure)
+        return RunReport(steps=tuple(steps), ranks=tuple(ranks), signal=self._stopped, unsaved=self._failure)
 
     def _judge(self) -> bool:
         """Evaluate the model on the evaluation sets if that is due; save the best so far, and say whether a save began.
 
-        All ranks know the same loss, so they decide alike.
+        All ranks know the same loss, so they decide alike. What a signal or a failure breaks off, the next start does.
         """
         judging, step = self._run.training.eval, self._state.step
         if self._evaluator is None or not judging.is_due(step, self._run.training.steps):
             return False
         assert isinstance(self._engine, Evaluates), "other engines were refused"
-        with self._explaining(f"in the evaluation after step {step}"):
-            evaluated, self._state = self._evaluator.judged(self._engine, self._state, self._run.activity)
+        before, self._state = self._state, replace(self._state, unjudged=True)
+        try:
+            with self._explaining(f"in the evaluation after step {step}"):
+                evaluated, self._state = self._evaluator.judged(self._engine, before, self._run.activity, self._read)
+        except _SignalCame as came:
+            self._stopped = came.number
+            return False
         self._say(evaluated)
         if not (evaluated.best and judging.keep_best and self._saves):
             return False
         if self._saver.busy:
             self._conclude()
-        self._saver.begin(self._state, self._engine.pieces())
+        self._begin_save()
         return True
+
+    def _read(self, prepare: Callable[[], tuple[Batch, ...]]) -> tuple[Batch, ...]:
+        """Prepare a batch on all ranks; a signal, or what one of them cannot read, ends the evaluation on all."""
+        batch, failure = tuple[Batch, ...](), None
+        try:
+            batch = prepare()
+        except Exception as error:
+            failure = error
+        self._run.activity.wait("all ranks to be ready")
+        signs = torch.tensor([self._signals[0] if self._signals else 0, bool(failure)], dtype=torch.int64)
+        dist.all_reduce(signs, op=dist.ReduceOp.MAX, group=self._hosts)
+        signaled, failed = signs.tolist()
+        if signaled or failed:
+            self._run.activity.begin(0)
+        if signaled:
+            raise _SignalCame(signaled)
+        if failed:
+            self._end_unread(failure)
+        return batch
 
     def _data(self) -> tuple[Prepared | None, int]:
         """Return the data of the next step when all ranks have theirs; None at a signal, and which one it is.
@@ -186,7 +223,7 @@ class _Loop:
     def _saved(self) -> str:
         """Save the state, and say so at the end of a sentence."""
         self._save_last()
-        return f"; the state of step {self._saved_step} is saved" if self._saves and not self._failure else ""
+        return f"; the state of step {self._saved_state.step} is saved" if self._saves and not self._failure else ""
 
     def _is_data_ready(self, number: int) -> bool:
         """Wait for this rank's data of a step, and say that it takes long; until a signal comes or its time is over."""
@@ -260,7 +297,8 @@ class _Loop:
             return self._saver.ended()[1]
 
         step = self._state.step
-        return f"step {step} is saved already" if step == self._saved_step else self._rescue.save(step, save)
+        is_saved = self._state == self._saved_state
+        return f"step {step} is saved already" if is_saved else self._rescue.save(step, save)
 
     def _agree(self) -> tuple[int, int, int]:
         """Return on all ranks which signal one of them got, whether one still saves, and whether a save is due."""
@@ -294,16 +332,21 @@ class _Loop:
             again = f"The next try is in {self._retry_s:.0f} s or at the end"
             self._say(f"step {saved.step} was not saved: {self._failure}. {again}")
             return
-        self._retry_s, self._saved_step = 0.0, saved.step
+        self._retry_s, self._saved_state = 0.0, self._saving_state
         self._say(saved)
 
     def _save_last(self, *, prunes: bool = True) -> None:
         """Save the state, unless it is saved already."""
         if self._saver.busy:
             self._conclude()
-        if self._saves and (self._saved_step != self._state.step or self._failure):
-            self._saver.begin(self._state, self._engine.pieces(), prunes=prunes)
+        if self._saves and (self._saved_state != self._state or self._failure):
+            self._begin_save(prunes=prunes)
             self._conclude()
+
+    def _begin_save(self, *, prunes: bool = True) -> None:
+        """Begin to save the state; one that is yet to be judged is saved again, and until then the one before stays."""
+        self._saving_state = self._state
+        self._saver.begin(self._state, self._engine.pieces(), prunes=prunes and not self._state.unjudged)
 
     def _refuse_nonfinite(self, report: StepReport, before: RunState) -> None:
         """End the run after numbers that are not finite, unless such steps may be skipped and some are left to skip."""

@@ -1,24 +1,30 @@
 """Runs that are judged meanwhile: by the same samples, wherever they run; the best state stays, also across starts."""
 
+import errno
 import json
+import os
+import signal
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch.distributed as dist
 
 from autoshard.cli import main
 from autoshard.errors import InputError, RunFailed
 from autoshard.plan.codec import load
 from autoshard.run.activity import RankActivity
 from autoshard.run.reports import EvaluatedStep
+from autoshard.runtime import evaluating
 from autoshard.runtime.checkpoint.files import RunState
 from autoshard.runtime.checkpoint.shelf import Shelf
 from autoshard.runtime.checkpoint.storage import Storage
+from autoshard.runtime.data.opened import source_of
 from autoshard.runtime.evaluating import Evaluator, refuse_evaluation
 from autoshard.spec.training import DataSpec, Evaluating, Training, Watching
 from tests.runtime.cases import write_tiny
-from tests.runtime.training_cases import Double, plan_of, trained
+from tests.runtime.training_cases import Double, Trained, plan_of, trained
 
 TEXT = "Wer reitet so spaet durch Nacht und Wind? Es ist der Vater mit seinem Kind. " * 20
 COMPARED = Watching(collectives="every")  # every step is held to what it should begin, whatever is between steps
@@ -145,6 +151,76 @@ def test_a_worse_state_is_not_kept_and_the_best_one_is_known_after_a_restart(tmp
     assert [result.number for result in evaluations(second)] == [3, 4, 5]
     assert not any(result.best for result in evaluations(second)), "the loss before the restart is remembered"
     assert Shelf(storage=Storage.of(str(tmp_path / "checkpoints"))).steps() == [5, best]
+
+
+class Signalled(Double):
+    """An engine whose rank gets SIGTERM in the first batch of an evaluation."""
+
+    def __init__(self, plan, run):
+        super().__init__(plan, run)
+        evaluate = self.engine.evaluate
+
+        def signalled(micro_batches):
+            if dist.get_rank() == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return evaluate(micro_batches)
+
+        self.evaluate = signalled
+
+
+class UnreadableAfter:
+    """A source of which one rank reads one batch, and no second one."""
+
+    def __init__(self, source):
+        self.source = source
+
+    def samples(self, first, count):
+        if first and dist.get_rank() == 1:
+            raise OSError(errno.EIO, "Input/output error", "judge.bin")
+        return self.source.samples(first, count)
+
+
+def end_of(folder: Path, step: int):
+    """The state of a checkpoint and the checksums of its numbers."""
+    index = Shelf(storage=Storage.of(str(folder / "checkpoints"))).open(step)
+    return index.state, {name: [box.crc32 for box in tensor.boxes] for name, tensor in index.tensors.items()}
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+@pytest.mark.parametrize("breaks_off", ["a signal", "an unreadable set"])
+def test_an_evaluation_that_is_broken_off_is_made_by_the_next_start(breaks_off, tmp_path, sets, monkeypatch):
+    plan = plan_of("tp=1,pp=1,dp=2", vocab=257)
+    options = {**judged(sets), "keep_last": 1, "learning_rate": 0.02}
+    whole = trained(plan, tmp_path / "whole", 4, build=Double, **options)
+    folder, first = tmp_path / "broken", Trained()
+    if breaks_off == "a signal":
+        trained(plan, folder, 4, build=Signalled, found=first, **options)
+        assert first.report is not None and first.report.signal == signal.SIGTERM
+    else:
+        with monkeypatch.context() as patch:
+            patch.setattr(evaluating, "source_of", lambda *given: UnreadableAfter(source_of(*given)))
+            with pytest.raises(
+                RunFailed, match=r"judge\.bin: cannot be read: Input/output error; the state of step 2 is"
+            ):
+                trained(plan, folder, 4, build=Double, found=first, **options)
+    assert first.saved_steps == [2] and not evaluations(first)
+    second = trained(plan, folder, 4, build=Double, **options)
+    assert [(result.number, result.loss, result.best) for result in evaluations(second)] == [
+        (result.number, result.loss, result.best) for result in evaluations(whole)
+    ]
+    assert first.curve | second.curve == whole.curve and end_of(folder, 4) == end_of(tmp_path / "whole", 4)
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_the_last_evaluation_is_made_up_for_and_then_known(tmp_path, sets):
+    plan, options = plan_of("tp=1,pp=1,dp=2", vocab=257), {**judged(sets), "keep_last": 1}
+    trained(plan, tmp_path, 2, build=Signalled, **options)
+    assert end_of(tmp_path, 2)[0].unjudged
+    assert [result.number for result in evaluations(trained(plan, tmp_path, 2, build=Double, **options))] == [2]
+    assert end_of(tmp_path, 2)[0].best_step == 2 and not end_of(tmp_path, 2)[0].unjudged
+    assert not evaluations(trained(plan, tmp_path, 2, build=Double, **options))
 
 
 def test_what_cannot_be_judged_is_refused(sets, tmp_path):

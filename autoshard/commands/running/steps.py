@@ -18,7 +18,7 @@ from autoshard.report.terminal import make_console
 from autoshard.report.traces.predicted import trace_text
 from autoshard.run.folder import EVALUATIONS, METRICS
 from autoshard.run.reports import EvaluatedStep, RunReport, TimedStep
-from autoshard.runtime.metrics.log import MetricsLog, Pace, Paced, record_of
+from autoshard.runtime.metrics.log import MetricsLog, Pace, Paced, record_of, records_in
 from autoshard.runtime.metrics.neuron_monitor import NeuronMonitor, neuron_record
 from autoshard.runtime.metrics.shown import ShownSteps
 from autoshard.runtime.metrics.trackers import Trackers, refuse_without_packages, trackers_of
@@ -53,6 +53,7 @@ class StepDisplay:
             if track.wandb is not None:
                 files = {"plan": folder / "plan.json", "predicted_trace": folder / "predicted_trace.json"}
                 replace_text(files["predicted_trace"], trace_text(plan, timeline_of(plan)))
+            self._judged = {number for number, _ in records_in(folder, EVALUATIONS)}
         shown = ShownSteps(folder, num_done)
         trackers = trackers_of(track, folder, shown=shown, run_id=run_id, files=files)
         config = {"candidate": str(plan.candidate), "plan": encode(plan), "training": encode(training)}
@@ -103,7 +104,8 @@ class StepDisplay:
         """Log and print how a step was judged."""
         assert self._evaluations, "a run is judged where its training says so"
         try:
-            self._evaluations.append({**result.record, "at": time.time()})
+            if result.number not in self._judged:  # by a start that was killed before it had saved that
+                self._evaluations.append({**result.record, "at": time.time()})
         except OSError as error:
             self.failure = self.failure or f"{self._evaluations.path}: was not written: {error.strerror or error}"
         _, record = self._held or (result.number, {})

@@ -35,6 +35,7 @@ class RunState:
     best_step: int | None = None  # whose evaluation had the lowest loss
     best_loss: float | None = None
     judged_by: str = ""  # the sets of that evaluation
+    unjudged: bool = False  # an evaluation after this step was broken off
 
 
 @dataclass(frozen=True, slots=True)
