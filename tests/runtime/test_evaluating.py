@@ -19,7 +19,7 @@ from autoshard.run.reports import EvaluatedStep
 from autoshard.runtime import evaluating
 from autoshard.runtime.checkpoint.files import RunState
 from autoshard.runtime.checkpoint.shelf import Shelf
-from autoshard.runtime.checkpoint.storage import Storage
+from autoshard.runtime.checkpoint.storage import Storage, StorageError
 from autoshard.runtime.data.opened import source_of
 from autoshard.runtime.evaluating import Evaluator, refuse_evaluation
 from autoshard.spec.training import DataSpec, Evaluating, Training, Watching
@@ -221,6 +221,32 @@ def test_the_last_evaluation_is_made_up_for_and_then_known(tmp_path, sets):
     assert [result.number for result in evaluations(trained(plan, tmp_path, 2, build=Double, **options))] == [2]
     assert end_of(tmp_path, 2)[0].best_step == 2 and not end_of(tmp_path, 2)[0].unjudged
     assert not evaluations(trained(plan, tmp_path, 2, build=Double, **options))
+
+
+class Judged(Double):
+    """An engine whose evaluations, of two batches each, have these losses."""
+
+    def __init__(self, plan, run):
+        super().__init__(plan, run)
+        self.evaluate = Falling([3.0, 3.0, 2.0, 2.0, 9.0, 9.0]).evaluate
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_the_best_checkpoint_stays_where_a_better_one_could_not_be_saved(tmp_path, sets, monkeypatch):
+    publish = Shelf.publish
+
+    def full_after_step_4(shelf, folder):
+        if "00000004" in folder:
+            raise StorageError(f"{folder}: No space left on device")
+        publish(shelf, folder)
+
+    monkeypatch.setattr(Shelf, "publish", full_after_step_4)
+    plan = plan_of("tp=1,pp=1,dp=2", vocab=257)
+    found = trained(plan, tmp_path, 6, build=Judged, keep_last=1, **judged(sets))
+    assert [result.best for result in evaluations(found)] == [True, True, False]
+    assert "step 4 was not saved" in found.notes and end_of(tmp_path, 6)[0].best_step == 2
+    assert Shelf(storage=Storage.of(str(tmp_path / "checkpoints"))).steps() == [6, 2]
 
 
 def test_what_cannot_be_judged_is_refused(sets, tmp_path):
