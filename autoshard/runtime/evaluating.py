@@ -46,12 +46,13 @@ class Evaluator:
     training: Training
     source: SampleSource
     shape: StepShape
+    seq_len: int
 
     @classmethod
     def of(cls, plan: Plan, training: Training) -> "Evaluator":
         """Open the sets that judge a run."""
         source = source_of(plan, replace(training.eval_data, check="sizes"), _SEED)
-        return cls(training=training, source=source, shape=StepShape.of(plan))
+        return cls(training=training, source=source, shape=StepShape.of(plan), seq_len=plan.workload.seq_len)
 
     @property
     def num_steps(self) -> int:
@@ -60,9 +61,10 @@ class Evaluator:
 
     @property
     def judges(self) -> str:
-        """Name the sets and how much of them is read: losses by other ones are not compared."""
+        """Name the sets, how much of them is read, and what of it counts: losses by other tokens are not compared."""
         sets = ",".join(f"{name}={weight:g}" for name, weight in sorted(self.training.eval.sets.items()))
-        return f"{self.num_steps * self.shape.num_samples} of {sets}"
+        counted = f"{self.training.data.loss_on}{' of separate documents' if self.shape.separate else ''}"
+        return f"{self.num_steps * self.shape.num_samples} of {self.seq_len} tokens ({counted}) of {sets}"
 
     def judged(
         self, engine: Evaluates, state: "RunState", activity: RankActivity, read: Reads = lambda prepare: prepare()

@@ -329,6 +329,10 @@ class _Loop:
         if self._failure:
             first_s, most_s = _RETRY_S
             self._retry_s = min(most_s, 2 * self._retry_s or first_s)
+            if self._state.best_step == saved.step:  # the best one is that of the best checkpoint, which stays
+                before = self._saved_state
+                best = {name: getattr(before, name) for name in ("best_step", "best_loss", "judged_by")}
+                self._state = replace(self._state, **best)
             again = f"The next try is in {self._retry_s:.0f} s or at the end"
             self._say(f"step {saved.step} was not saved: {self._failure}. {again}")
             return

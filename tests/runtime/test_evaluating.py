@@ -90,6 +90,21 @@ def test_a_loss_that_is_no_number_or_of_other_sets_is_not_compared(sets):
     assert not fourth.best
 
 
+def test_losses_of_other_tokens_of_the_same_sets_are_not_compared(sets):
+    plan = plan_of("tp=1,pp=1,dp=1", vocab=257)
+    evaluator = Evaluator.of(plan, Training(**judged(sets, samples=4)))
+    answers = replace(evaluator.training, data=replace(evaluator.training.data, loss_on="answers"))
+    others = [
+        replace(evaluator, training=answers),
+        replace(evaluator, seq_len=2 * evaluator.seq_len),
+        replace(evaluator, shape=replace(evaluator.shape, separate=True)),
+    ]
+    for other in others:
+        state = RunState(step=4, best_step=2, best_loss=1.0, judged_by=evaluator.judges)
+        evaluated, state = other.judged(Falling([3.0]), state, RankActivity())
+        assert evaluated.best and (state.best_step, state.best_loss) == (4, 3.0)
+
+
 def test_masked_tokens_weigh_nothing(sets, monkeypatch):
     plan = plan_of("tp=1,pp=1,dp=1", vocab=257)
     evaluator = Evaluator.of(plan, Training(**judged(sets, samples=8)))
