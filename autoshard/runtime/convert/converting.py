@@ -14,7 +14,7 @@ from autoshard.errors import Fault, InputError, inside, require
 from autoshard.files import naming, replacing
 from autoshard.plan.codec import load
 from autoshard.plan.plan import Plan
-from autoshard.run.folder import PLAN, folder_of
+from autoshard.run.folder import PARTIAL, PLAN, checkpoint_step, folder_of
 from autoshard.run.placement import StatePiece
 from autoshard.runtime.checkpoint.storage import Storage, StorageError
 from autoshard.runtime.convert.copying import JOURNAL, Copying, CopyProgress, TargetFile
@@ -52,6 +52,10 @@ def form_of(path: Path) -> Form:
     if path.is_file():
         return "pt"
     ours = checkpoint_of(path)
+    is_step = checkpoint_step(path.name.removesuffix(PARTIAL)) is not None
+    is_whole = ours is not None or (path / CONFIG).is_file() or nxd_folder(path) is not None
+    unfinished = "is a checkpoint that was not finished. Take one before it, or type the folder of the run"
+    require((is_whole or not is_step, str(path), unfinished))
     if is_hf(path) and ours is None:
         return "hf"
     if nxd_folder(path):

@@ -17,7 +17,7 @@ from autoshard.errors import InputError
 from autoshard.plan.plan import Plan
 from autoshard.run.placement import StatePiece
 from autoshard.run.protocol import Run
-from autoshard.runtime.convert.converting import read_weights
+from autoshard.runtime.convert.converting import form_of, read_weights
 from autoshard.spec.model_catalogue import load_model
 from autoshard.spec.training import Training
 from autoshard.spec.workload import Precision
@@ -233,3 +233,15 @@ def test_what_is_wrong_is_named(spoil: Callable[[Path], object], words: tuple[st
     with pytest.raises(InputError) as caught:
         read_weights(folder, plan, [])
     assert not [word for word in words if word not in str(caught.value)]
+
+
+@pytest.mark.parametrize("name", ["step-00000009.partial", "step-00000009"])
+def test_a_checkpoint_that_a_kill_has_cut_off_is_said_to_be_none(name: str, tmp_path: Path) -> None:
+    """Its safetensors alone looked like a folder of Hugging Face, each of whose tensors is a fault."""
+    folder = tmp_path / name
+    folder.mkdir()
+    (folder / "rank-00000.safetensors").write_bytes(b"half of a header")
+    with pytest.raises(InputError, match=rf"{name}: is a checkpoint that was not finished\. Take one before it"):
+        form_of(folder)
+    (folder / "config.json").write_text("{}")
+    assert form_of(folder) == "hf"
