@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from autoshard.errors import InputError
+from autoshard.imports.answer import answered
 from autoshard.imports.imported import imported_run
 from autoshard.imports.question import ImportedQuestion, ImportOptions, imported_question
 from benchmarks.aws_recipes import AwsRecipe, load_aws_recipes
@@ -31,6 +32,17 @@ def test_a_published_configuration_is_read_as_its_vendor_means_it(tmp_path: Path
     assert (request.cluster.name, request.cluster.num_nodes) == (case.cluster, case.nodes)
     assert (work.seq_len, work.global_batch, work.precision.name) == (case.seq_len, case.global_batch, case.precision)
     assert question.run.unread == case.unread
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_what_torchtitan_computes_again_unless_told_otherwise_runs(tmp_path: Path, compiled: bool) -> None:
+    path = tmp_path / "llama3_8b.toml"
+    text = '[model]\nname = "llama3"\nflavor = "8B"\n[training]\nlocal_batch_size = 1\nseq_len = 8192\n'
+    text += f'[activation_checkpoint]\nmode = "selective"\n[compile]\nenable = {str(compiled).lower()}\n'
+    path.write_text(text, encoding="utf-8")
+    answer = answered(imported_question(imported_run(str(path)), ImportOptions(), 1), None)
+    assert answer.refused == () and answer.runs
+    assert str(answer.question.candidate).endswith("torch_compiled" if compiled else "torch_cuda")
 
 
 def test_every_program_has_two_published_configurations_and_a_source() -> None:
