@@ -143,6 +143,10 @@ def _parsed_yaml(text: str, path: Path) -> object:
             _refuse_repeats([key.value for key, _ in node.value], str(path))
             return super().construct_mapping(node, deep)
 
+        def construct_object(self, node: Any, deep: bool = False) -> Any:
+            # Deep, so that what holds itself (&a {b: *a}) is refused.
+            return cast(Any, super()).construct_object(node, deep=True)
+
     cast(Any, YamlLoader).add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("+-0123456789"))
     try:
         return cast(object, yaml.load(text, Loader=YamlLoader))

@@ -205,6 +205,8 @@ def test_a_wrong_file_is_refused_with_every_fault_and_its_path(
         ("a.json", b"\xff\xfe", "UTF-8"),
         ("a.yaml", b"a: [", "not YAML"),
         ("a.yaml", b"a: 2026-13-45", "not YAML"),
+        ("a.yaml", b"a: &loop {b: *loop}", "recursive node"),
+        ("a.yaml", b"a: &loop [{b: *loop}]", "recursive node"),
         ("a.yaml", b"", "expected an object, found null"),
         ("a.json", None, "there is no such file"),
     ],
