@@ -187,7 +187,12 @@ def _of_machines(
 
         if "," in (question.cluster or ""):
             return compare_machines(question, (*nodes, 1)[0], options.applied, ask, to)
-        size = sized(question, options.applied, ask, to)
+        try:
+            size = sized(question, options.applied, ask, to)
+        except NoPlan:
+            if watch.interrupted:
+                raise KeyboardInterrupt from None
+            raise
     result = searched(size.request, selection[0], options)
     if not to.json:
         print_notes(Words(f"on {counted(size.request.cluster.num_nodes, 'node')}: {size.why}", "strong"))

@@ -48,6 +48,12 @@ def test_a_search_that_is_stopped_is_not_said_to_find_that_nothing_fits(typed: T
     assert "the search was not finished" in " ".join(text.split()) and "none of the" not in text
 
 
+def test_nodes_for_a_deadline_on_which_a_search_is_stopped_are_not_said_to_be_too_few(typed: Typed) -> None:
+    code, _, complaint = typed("plan llama3.1-405b --cluster h100 --tokens 1T --deadline 30d --time-limit 1")
+    assert code == 1 and "the search on " in complaint and "was not finished" in complaint
+    assert "on no number of nodes" not in complaint
+
+
 @pytest.mark.slow
 def test_the_plan_of_the_fastest_machine_is_written_where_it_is_asked_for(typed: Typed) -> None:
     code, text, _ = typed(f"plan llama3-8b --cluster trn1,h100 --nodes 2 {FEW} --out both.json")

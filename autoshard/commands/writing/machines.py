@@ -67,11 +67,12 @@ def sized(question: QuestionOptions, applied: Callable[[Request], Request], sear
     tokens, met, too_dear = to.total_tokens, list[tuple[Request, Plan]](), list[tuple[float, int]]()
     assert tokens, "checked by Target"
     work = request_of(question, _SIZES[0]).workload
-    question = replace(question, seq_len=work.seq_len, global_batch=work.global_batch)
+    question, unfinished = replace(question, seq_len=work.seq_len, global_batch=work.global_batch), ""
     for nodes in _SIZES:
         request = applied(request_of(question, nodes))
         result = search(request)
         if result.certificate.stopped:
+            unfinished = f"the search on {counted(nodes, 'node')} was not finished ({result.certificate.stopped})"
             break
         if not result.plans:
             continue
@@ -91,8 +92,11 @@ def sized(question: QuestionOptions, applied: Callable[[Request], Request], sear
     if met and to.deadline_s is None:
         request, plan = met[-1]
         days, usd = _cost(plan, tokens)
-        return SizedRequest(request=request, why=f"the most nodes that the budget pays: {format_dollars(usd or 0.0)}")
-    raise NoPlan(_missed(met, tokens, min(too_dear, default=None)))
+        why = f"the most nodes that the budget pays: {format_dollars(usd or 0.0)}"
+        return SizedRequest(request=request, why=f"{why}; {unfinished}" if unfinished else why)
+    words = [_missed(met, tokens, min(too_dear, default=None))] if met or too_dear or not unfinished else []
+    words += [f"{unfinished}. Give it more time"] if unfinished else []
+    raise NoPlan(f"no plan: {'; '.join(words)}")
 
 
 def _cost(plan: Plan, tokens: float) -> tuple[float, float | None]:
@@ -107,10 +111,10 @@ def _missed(met: Sequence[tuple[Request, Plan]], tokens: float, cheapest: tuple[
     if not met and cheapest:
         usd, nodes = cheapest
         cheapest_words = f"{format_dollars(usd)} on {counted(nodes, 'node')}, the cheapest number that was tried"
-        return f"no plan: all tokens cost {cheapest_words}. Type a larger --budget"
+        return f"all tokens cost {cheapest_words}. Type a larger --budget"
     if not met:
-        return f"no plan: on no number of nodes up to {_SIZES[-1]} does a plan fit in memory"
+        return f"on no number of nodes up to {_SIZES[-1]} does a plan fit in memory"
     days, usd = _cost(met[-1][1], tokens)
     nodes = met[-1][0].cluster.num_nodes
     cost = f" for {format_dollars(usd)}" if usd is not None else ""
-    return f"no plan: {counted(nodes, 'node')}, the most that were tried or paid, need {days:.1f} days{cost}"
+    return f"{counted(nodes, 'node')}, the most that were tried or paid, need {days:.1f} days{cost}"
