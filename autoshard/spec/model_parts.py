@@ -33,10 +33,11 @@ class RotaryScaling:
     def __post_init__(self) -> None:
         low, high, blends = self.low_frequency_factor, self.high_frequency_factor, self.kind != "linear"
         plain = self.kind == "yarn" or (self.truncate and not self.mscale)
+        ascend = high > low or (high == low and self.kind == "yarn")  # which rounds outwards, as Kimi-K2 has it
         require(
             *in_range(self, "factor", low=1),
             *in_range(self, "low_frequency_factor", positive=True),
-            (not blends or high > low, "high_frequency_factor", f"must be above the low one, {low}, not {high}"),
+            (not blends or ascend, "high_frequency_factor", f"must be above the low one, {low}, not {high}"),
             *in_range(self, "original_positions", low=1 if blends else 0),
             *in_range(self, "mscale", low=0),
             (plain, "mscale" if self.mscale else "truncate", "only yarn has it"),

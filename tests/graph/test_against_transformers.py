@@ -51,6 +51,9 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
     "llama, yarn that is not rounded": small_config(
         "llama", rope_scaling=YARN | {"truncate": False, "attention_factor": 1.3}, head_dim=16, rope_theta=50.0
     ),
+    "llama, yarn of one number of turns": small_config(
+        "llama", rope_scaling=YARN | {"beta_slow": 1.5}, head_dim=16, rope_theta=50.0
+    ),
     "llama, linear scaling": small_config("llama", rope_scaling={"rope_type": "linear", "factor": 4.0}),
 }
 

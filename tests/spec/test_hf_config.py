@@ -330,6 +330,14 @@ def test_a_part_of_heads_that_would_grow_alone_is_refused_by_name(rope: dict[str
     assert refused("deepseek_v3", rope_scaling=YARN | rope) == [f"rope_scaling.{field}" for field in fields]
 
 
+def test_yarn_may_begin_and_end_at_the_same_number_of_turns_as_in_kimi_k2():
+    kimi = {"type": "yarn", "factor": 32.0, "beta_fast": 1.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0}
+    model = read("deepseek_v3", rope_scaling=kimi | {"original_max_position_embeddings": 4096})
+    scaling = model.rotary_scaling
+    assert scaling and (scaling.low_frequency_factor, scaling.high_frequency_factor) == (1.0, 1.0)
+    assert spec_from_config(config_of(model), name="m", source="test") == model
+
+
 def test_yarn_without_speeds_or_of_part_of_a_head_is_refused():
     assert refused("llama", rope_scaling=YARN, rope_theta=1.0) == ["rope_theta"]
     assert refused("gpt_neox", rope_scaling=YARN, rotary_pct=0.5) == ["rotary_pct"]
