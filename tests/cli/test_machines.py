@@ -121,7 +121,9 @@ def test_a_budget_pays_for_the_most_nodes(typed: Typed) -> None:
     [
         ("plan llama3-8b --deadline 30d", "--tokens: missing; --deadline and --budget need it"),
         (f"{ASKED} --deadline 30", "--deadline: '30' is not a time. Write it like 30d, 6w or 48h"),
+        (f"{ASKED} --deadline 0d", "--deadline: '0d' is not a time. Write it like 30d, 6w or 48h"),
         (f"{ASKED} --budget lots", "--budget: 'lots' is not a sum of dollars"),
+        (f"{ASKED} --budget 0k", "--budget: '0k' is not a sum of dollars"),
         (
             f"{ASKED} --deadline 3d --nodes 4",
             "--nodes: has no effect beside --deadline, which finds the number of nodes",

@@ -152,7 +152,8 @@ def seconds_of(text: str) -> float:
     (2592000.0, 14.0, 172800.0)
     """
     match = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,6})?) ?([hdw])", text.strip().lower())
-    require((match is not None, "--deadline", f"{text!r} is not a time. Write it like 30d, 6w or 48h"))
+    positive = match is not None and float(match[1]) > 0
+    require((positive, "--deadline", f"{text!r} is not a time. Write it like 30d, 6w or 48h"))
     assert match
     return float(match[1]) * {"h": 3600, "d": DAY_S, "w": 7 * DAY_S}[match[2]]
 
@@ -164,7 +165,8 @@ def dollars_of(text: str) -> float:
     (2000000.0, 500000.0)
     """
     match = re.fullmatch(r"\$?([0-9]{1,12}(?:\.[0-9]{1,6})?)([kmb]?)", text.strip().lower())
-    require((match is not None, "--budget", f"{text!r} is not a sum of dollars. Write it like 2M or 500k"))
+    positive = match is not None and float(match[1]) > 0
+    require((positive, "--budget", f"{text!r} is not a sum of dollars. Write it like 2M or 500k"))
     assert match
     return float(match[1]) * {"": 1, "k": 1e3, "m": 1e6, "b": 1e9}[match[2]]
 
