@@ -215,8 +215,8 @@ def _hierarchical_routes(
     """
     routed = [algorithm for algorithm in cluster.algorithms if algorithm.kind == "hierarchical"]
     num_inside = len(cluster.inside(group))
-    near = [speed for domain, speed in speeds.items() if domain in _INSIDE]
     far = [speed for domain, speed in speeds.items() if domain not in _INSIDE]
+    near = [speed for domain, speed in speeds.items() if domain in _INSIDE] or far  # a node without a link of its own
     parts = [(count, part) for count, part in ((num_inside, near), (len(group) // num_inside, far)) if count > 1]
     per_byte = sum((count - 1) / count / min(part) for count, part in parts)
     routed.sort(

@@ -10,6 +10,7 @@ from autoshard.cost.collective import Ring, mesh_ring
 from autoshard.layout.layout import Collective
 from autoshard.plan.build import mesh_of
 from autoshard.plan.candidate import Candidate
+from autoshard.spec.cluster import Algorithm
 from tests.cost.cases import cluster, model
 
 PP, TP, DP = ("pp",), ("kv", "rep"), ("edp", "ep", "cp")
@@ -210,3 +211,12 @@ def test_hosts_that_start_kernels_start_a_collective_while_the_device_works():
     busy = ring.busy_s(collective("all_gather"), 1e6, eager=True)
     assert busy == ring.wire_s(collective("all_gather"), 1e6)
     assert ring.busy_s(collective("all_gather"), 1e6, eager=False) == pytest.approx(busy + 1e-3)
+
+
+@pytest.mark.parametrize("atoms", [TP, DP])
+def test_a_node_without_a_link_of_its_own_sends_over_the_network_as_over_a_link_like_it(atoms: tuple[str, ...]):
+    place, calibration = cluster("h100-80", 2), replace(REACHED, near_link_efficiency=FAR)
+    network, tree = place.links[-1], Algorithm(kind="hierarchical", hops="log", source="made for this test")
+    alone = replace(place, links=(network,), algorithms=(tree,))
+    linked = replace(alone, links=(replace(network, domain="node"), network))
+    assert ring_of("tp=8,pp=1", atoms, alone, calibration) == ring_of("tp=8,pp=1", atoms, linked, calibration)
