@@ -226,12 +226,13 @@ class Kernels:
         """Return how much of a rank's usable memory a plan may fill if it leaves this share of it free.
 
         What an allocator reserves beside tensors may fill the headroom: its free blocks go back to the device when an
-        allocation fails (PyTorch's c10/cuda/CUDACachingAllocator.cpp).
+        allocation fails (PyTorch's c10/cuda/CUDACachingAllocator.cpp). It is a byte where the runtime takes more.
         """
         free = int(usable_bytes * (1 - headroom))
-        if not self.reserved:
-            return free
-        return min(usable_bytes, int((free - self.runtime_bytes) * (1 + self.reserved.share)) + self.runtime_bytes)
+        if self.reserved:
+            tensors = int((free - self.runtime_bytes) * (1 + self.reserved.share))
+            free = min(usable_bytes, tensors + self.runtime_bytes)
+        return max(1, free)
 
 
 @cache

@@ -211,3 +211,10 @@ def test_a_rank_is_filled_by_tensors_to_its_headroom_and_by_what_is_reserved_bes
     capacity = tensors * (1 + share) + table.runtime_bytes
     assert table.capacity_bytes(usable, headroom) == pytest.approx(capacity, abs=4)
     assert table.capacity_bytes(usable, 0.0) == usable
+
+
+@pytest.mark.parametrize("name", ["nxd", "torch_engine_gpu", "te"])
+def test_memory_that_a_headroom_leaves_is_never_negative(name: str):
+    kernels = load_kernels(name)
+    assert kernels.capacity_bytes(80 * 2**30, 0.999) >= 1 and kernels.capacity_bytes(1, 0.5) == 1
+    assert kernels.capacity_bytes(80 * 2**30, 0.1) > 70 * 2**30
