@@ -2,7 +2,7 @@
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, cast
 
@@ -23,6 +23,7 @@ _MOST = 16384  # masks are evaluated: a byte for each pair
 _NOT_ITS_CARD = "it is not the card of its config"
 _OWN_INPUTS = "it was given inputs of its own, and cards are compared for tokens alone"
 _MIXED = "to be on the same device"  # as torch says of code that makes masks where its weights are not
+_NEXT = ("targets", "target", "target_ids", "target_seq")
 _SEQUENCES = 2  # so that a batch is a dim
 
 
@@ -139,12 +140,13 @@ def _made(where: str, function: Any, devices: Sequence[AbstractContextManager[An
 
 
 def _tokens(module: torch.nn.Module, seq_len: int | None) -> Mapping[str, Any]:
-    """Return tokens under the name of the first argument of a module."""
+    """Return tokens under the names of the arguments that take tokens."""
     device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
     config: Any = getattr(module, "config", None)
     usual = min(getattr(config, "max_position_embeddings", None) or _LONGEST, _LONGEST)
     length = min(seq_len or usual, _MOST)
-    return {first_argument(module): torch.zeros(_SEQUENCES, length, dtype=torch.int64, device=device)}
+    names = filter(None, (first_argument(module), argument_of_next(module)))
+    return {name: torch.zeros(_SEQUENCES, length, dtype=torch.int64, device=device) for name in names}
 
 
 def first_argument(module: torch.nn.Module) -> str:
@@ -152,3 +154,15 @@ def first_argument(module: torch.nn.Module) -> str:
     names = [parameter.name for parameter in inspect.signature(module.forward).parameters.values()]
     require((bool(names), OPTION, "has a forward without arguments; a decoder takes tokens"))
     return names[0]
+
+
+def argument_of_next(module: torch.nn.Module, inputs: Collection[str] = ()) -> str:
+    """Return the name of the argument that takes the next token of each; "" if there is none, or nothing asks for it.
+
+    ``inputs`` are arguments that somebody has given.
+    """
+    arguments = inspect.signature(module.forward).parameters.values()
+    asked_for = (
+        argument.name for argument in arguments if argument.default is argument.empty or argument.name in inputs
+    )
+    return next((name for name in asked_for if name in _NEXT), "")

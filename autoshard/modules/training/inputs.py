@@ -26,15 +26,15 @@ _CODE = "code"  # whose layers draw from streams of their own
 class CodeInputs:
     """Masks, tables of positions and tokens, which depend on no weight: every rank computes them of a whole batch."""
 
-    def __init__(self, code: CodeGraph, tokens: str, buffers: Tensors, seed: int) -> None:
-        """Take the code, the name of the argument that takes tokens, and the buffers of the module by path.
+    def __init__(self, code: CodeGraph, arguments: Mapping[str, str], buffers: Tensors, seed: int) -> None:
+        """Take the code, the arguments that take tokens as a batch calls them, and the buffers of the module by path.
 
         Random numbers follow from a seed.
         """
-        self._code, self._tokens, self._buffers, self._seed = code, tokens, buffers, seed
+        self._code, self._arguments, self._buffers, self._seed = code, arguments, buffers, seed
         exported = code.captured.exported
         self._random = {draw.name: draw for draw in exported.random}
-        of_batch = _made_of(exported, {tokens, *self._random})
+        of_batch = _made_of(exported, {*arguments, *self._random})
         nodes = {node.name: node for named in code.nodes.values() for node in named.values()}
         nodes = {name: node for name, node in nodes.items() if name not in self._random}
         self._changing = [node for name, node in nodes.items() if name in of_batch]
@@ -100,21 +100,23 @@ class CodeInputs:
 
     def _of_all(self) -> Tensors:
         if self._same is None:
-            zeros = torch.zeros_like(self._code.captured.exported.arguments[self._tokens], device=HOST)
+            examples = self._code.captured.exported.arguments
+            zeros = {name: torch.zeros_like(examples[name], device=HOST) for name in self._arguments}
             self._same = self._values(self._fixed, zeros, self._key(np.zeros(1, np.int64)))
         return self._same
 
     def _of_batch(self, batch: Mapping[str, Any]) -> Tensors:
         tokens = batch["tokens"]
         if self._last[0] is not tokens:
-            repeated = torch.from_numpy(tokens).to(torch.int64).repeat(self._code.num_traced // len(tokens), 1)
-            like = self._code.captured.exported.arguments[self._tokens]
-            self._last = tokens, self._values(self._changing, repeated.to(like.dtype), self._key(batch["samples"]))
+            count, examples = self._code.num_traced // len(tokens), self._code.captured.exported.arguments
+            wholes = {name: torch.from_numpy(batch[key]).to(torch.int64) for name, key in self._arguments.items()}
+            like = {name: whole.repeat(count, 1).to(examples[name].dtype) for name, whole in wholes.items()}
+            self._last = tokens, self._values(self._changing, like, self._key(batch["samples"]))
         return self._last[1]
 
-    def _values(self, nodes: list[Node], tokens: torch.Tensor, key: torch.Tensor) -> Tensors:
+    def _values(self, nodes: list[Node], tokens: Tensors, key: torch.Tensor) -> Tensors:
         exported = self._code.captured.exported
-        arguments = {**exported.arguments, self._tokens: tokens}
+        arguments = {**exported.arguments, **tokens}
         values = exported.values(self._graphs[id(nodes)], arguments, self._buffers, key)
         return {node.name: value for node, value in zip(nodes, values, strict=True)}
 

@@ -69,7 +69,8 @@ def _arrays(code: TracedCode, block: Block, generator: np.random.Generator) -> M
     sizes, inputs = code.graph.graph.sizes, code.inputs(0)
     instance = next(name for name, its in code.graph.graph.instances() if its.kind == block.kind)
     words, shape = sizes["vocab"], (sizes["batch"], sizes["seq"])
-    batch = {"tokens": generator.integers(0, words, shape), "samples": np.arange(shape[0])}
+    tokens, labels = (generator.integers(0, words, shape) for _ in range(2))
+    batch = {"tokens": tokens, "labels": labels, "samples": np.arange(shape[0])}
     outputs = {name for op in block.ops for name in op.outputs}
     arrays: dict[str, Array] = {}
     for tensor in block.tensors.values():

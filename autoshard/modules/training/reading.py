@@ -13,7 +13,7 @@ from autoshard.errors import InputError, require
 from autoshard.graph.op import Array
 from autoshard.modules.capture import Captured, read
 from autoshard.modules.decoder.ends import trained_end
-from autoshard.modules.decoder.reading import first_argument, without_caches
+from autoshard.modules.decoder.reading import argument_of_next, first_argument, without_caches
 from autoshard.modules.decoder.segments import stack_of
 from autoshard.modules.export import ExportedModule
 from autoshard.modules.program import in_double
@@ -30,7 +30,7 @@ class TracedCode:
     """A decoder, and the graph of its code for one plan; ``buffers`` are those of the module, by path."""
 
     module: torch.nn.Module
-    tokens: str  # the argument that takes tokens
+    arguments: Mapping[str, str]  # those that take tokens, with what a batch calls them
     graph: CodeGraph
     buffers: Mapping[str, torch.Tensor]
 
@@ -42,7 +42,7 @@ class TracedCode:
 
     def inputs(self, seed: int) -> CodeInputs:
         """Return what makes the inputs of blocks; random numbers follow from a seed."""
-        return CodeInputs(self.graph, self.tokens, self.buffers, seed)
+        return CodeInputs(self.graph, self.arguments, self.buffers, seed)
 
 
 def as_array(tensor: torch.Tensor) -> Array:
@@ -63,15 +63,16 @@ def traced_code(
 
     If it ``doubles``, the operations are those of the formats, and round nothing.
     """
-    dtype, tokens = formats.of(plan.workload.precision.activations), first_argument(module)
+    dtype, following = formats.of(plan.workload.precision.activations), argument_of_next(module, inputs or ())
+    arguments = {first_argument(module): "tokens", **({following: "labels"} if following else {})}
     count = plan.micro_batch * plan.mesh.size("dp")
     device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
     example = torch.zeros(max(count, _FEWEST), plan.workload.seq_len, dtype=torch.int64, device=device)
     with without_caches(module), _in_format(module, dtype):
-        exported = ExportedModule.of(module.train(), {**(inputs or {}), tokens: example})
+        exported = ExportedModule.of(module.train(), {**(inputs or {}), **dict.fromkeys(arguments, example)})
     captured = read(exported)
     captured = read(exported, results=[trained_end(captured).name])
-    require(*((not why, where, why) for where, why in _faults(captured, tokens)))
+    require(*((not why, where, why) for where, why in _faults(captured, arguments)))
     end = trained_end(captured)
     stack = stack_of(captured.program, end.value)
     alone = "is a mean over two sequences, of which a micro-batch has one. Plan with --fix mbs=2 or more sequences"
@@ -87,17 +88,17 @@ def traced_code(
         stack = stack_of(captured.program, end.value)
     graph = code_graph(captured, stack, end, plan.workload, count)
     buffers = {path: buffer.detach() for path, buffer in module.named_buffers()}
-    return TracedCode(module=module, tokens=tokens, graph=graph, buffers=buffers)
+    return TracedCode(module=module, arguments=arguments, graph=graph, buffers=buffers)
 
 
-def _faults(captured: Captured, tokens: str) -> Iterator[tuple[str, str]]:
+def _faults(captured: Captured, arguments: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     """Yield what of a module in training a run does not do."""
     yield from (("module", message) for message in captured.exported.own_gradients)
     for result in captured.program.results:
         if result.is_buffer:
             yield result.name, "is a buffer that forward changes, which a run does not keep; return it, or leave it out"
     yield from _untrained(captured)
-    yield from _read_beside(captured, tokens)
+    yield from _read_beside(captured, arguments)
 
 
 def _untrained(captured: Captured) -> Iterator[tuple[str, str]]:
@@ -110,13 +111,14 @@ def _untrained(captured: Captured) -> Iterator[tuple[str, str]]:
             yield path, "gets no gradient from the logits, so that a run cannot train it; make it a buffer"
 
 
-def _read_beside(captured: Captured, tokens: str) -> Iterator[tuple[str, str]]:
+def _read_beside(captured: Captured, arguments: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     """Yield the tensors beside tokens that the module takes and reads."""
     exported = captured.exported
     read_nodes = {node.name for node in exported.part([*captured.inputs.values()]).graph.nodes if node.users}
     for name, example in exported.arguments.items():
-        if name != tokens and name in read_nodes and isinstance(example, torch.Tensor):
-            yield f"inputs.{name}", f"is read beside {tokens}, and the data of a run are tokens alone; make it inside"
+        if name not in arguments and name in read_nodes and isinstance(example, torch.Tensor):
+            (tokens, *_), what = arguments, "the data of a run are tokens and, as targets, the next ones"
+            yield f"inputs.{name}", f"is read beside {tokens}, and {what}; make it inside"
 
 
 @contextmanager

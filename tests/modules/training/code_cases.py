@@ -22,7 +22,7 @@ from autoshard.run.protocol import EngineMode, Run
 from autoshard.spec.training import Training
 from autoshard.spec.workload import Precision
 from tests.kit import local_plan
-from tests.modules.training.own_decoders import LENGTH, WORDS, Gpt, GptLayer, dropping
+from tests.modules.training.own_decoders import LENGTH, WORDS, Encoder, Gpt, GptLayer, Smoothed, Told, dropping
 
 RATE, CLIP = 1e-2, 0.3  # below the norm of every case
 _STEPS = 3
@@ -144,12 +144,13 @@ def _step(module: nn.Module, optimizer: Any, batches: list[Any], norm: float) ->
     for submodule in module.modules():
         if isinstance(submodule, KeyedDropout):
             submodule.samples = np.concatenate([batch["samples"] for batch in batches])
-    result = module(tokens)
-    if result.dim():
-        losses = nn.functional.cross_entropy(result.flatten(0, 1), labels.flatten(), reduction="none")
-        loss = (losses * weights.flatten().to(losses.dtype)).sum()
+    if isinstance(module, Smoothed | Encoder | Told):  # whose loss is a mean over the micro-batch
+        given = (tokens, labels) if isinstance(module, Told) else (tokens,)
+        parts = zip(*(whole.chunk(len(batches)) for whole in given), strict=True)
+        loss = torch.stack([module(*part) for part in parts]).mean()
     else:
-        loss = torch.stack([module(part) for part in tokens.chunk(len(batches))]).mean()
+        losses = nn.functional.cross_entropy(module(tokens).flatten(0, 1), labels.flatten(), reduction="none")
+        loss = (losses * weights.flatten().to(losses.dtype)).sum()
     optimizer.zero_grad()
     loss.backward()
     own_norm = nn.utils.clip_grad_norm_(module.parameters(), CLIP)

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::F
 SOURCE = """
 import torch
 from torch.nn import functional
-from tests.modules.training.own_decoders import Encoder, Gpt, Llama, Experts, Smoothed, Typed, first_dense
+from tests.modules.training.own_decoders import Encoder, Gpt, Llama, Experts, Smoothed, Told, Typed, first_dense
 
 def gpt():
     return Gpt(layers=2)
@@ -51,6 +51,9 @@ def counted():
 
 def smoothed():
     return Smoothed(layers=2)
+
+def told():
+    return Told(layers=2)
 
 class Hiding(Encoder):
     def forward(self, tokens):
@@ -127,6 +130,17 @@ def test_an_encoder_that_hides_words_is_planned_proven_trained_and_goes_on_under
     assert all(abs(both[step] - long[step]) < 1e-4 for step in both)
     code, _, err = typed("generate runs/long --prompt a")
     assert code == 2 and "read off a module's code" in err
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_a_module_that_takes_targets_gets_the_next_tokens(typed: Typed):
+    assert typed(f"plan --module mine.py:told {ASKED} --fix tp=2,mbs=2")[0] == 0
+    code, out, err = typed("verify plan.json --json")
+    assert code == 0 and max(block["error"] for block in json.loads(out)["code"]["blocks"]) < 1e-12, err
+    assert typed("run plan.json --steps 6 --learning-rate 0.01 --schedule.warm-up-steps 0 --out runs/told")[0] == 0
+    by_step = losses("runs/told")
+    assert by_step[6] < by_step[1] - 0.05  # the tokens of a run without data follow one another
 
 
 @pytest.mark.slow
