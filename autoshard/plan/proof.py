@@ -14,6 +14,7 @@ from autoshard.graph.block import Block
 from autoshard.graph.decoder import dim_sizes
 from autoshard.graph.kinds.indexing import random_document_starts
 from autoshard.graph.op import Array
+from autoshard.graph.written import parse_lines
 from autoshard.layout.interpret import Interpreter, queueing_apart
 from autoshard.layout.table import table_for_sizes
 from autoshard.plan.build import build_plan
@@ -21,12 +22,12 @@ from autoshard.plan.plan import Plan
 from autoshard.plan.tables import plan_blocks, plan_programs, step_graph_of, table_setting, with_strategies
 from autoshard.spec.mesh import Mesh
 from autoshard.spec.model import LayerKind, ModelSpec, Router
-from autoshard.spec.model_parts import LatentAttention
+from autoshard.spec.model_parts import LatentAttention, TracedDecoder
 from autoshard.spec.record import option
 
 MAX_RANKS = 16
 _KEPT_FIRST = ("tp", "cp", "ep", "pp", "dp")  # what is given up last when not all axes fit
-_HEAD_DIM = 8
+_HIDDEN, _HEAD_DIM, _HIDDEN_DIM = 16, 8, "hidden"
 TOLERANCE = 1e-9  # relative to the largest result of a block; everything is computed in float64
 
 
@@ -111,7 +112,7 @@ def _model(model: ModelSpec, sizes: Mapping[str, int], *, layers: int, padded: b
     return replace(
         model.with_layers(layers),
         name=f"{model.name} (shrunk)",
-        hidden=16,
+        hidden=_HIDDEN,
         ffn=8 * tp,
         num_heads=kv_heads * queries_per_head,
         num_kv_heads=kv_heads,
@@ -124,8 +125,16 @@ def _model(model: ModelSpec, sizes: Mapping[str, int], *, layers: int, padded: b
         glu_limit=0.5 if model.glu_limit else None,  # which some numbers of a small model exceed
         kinds=tuple(_shrunk_kind(kind, 8 * tp) for kind in model.with_layers(layers).kinds),
         latent=model.latent and _narrowed(model.latent, tp),
-        traced=model.traced and replace(model.traced, sizes=dict.fromkeys(model.traced.sizes, 8 * tp)),
+        traced=model.traced and replace(model.traced, sizes=_sizes_of_code(model, model.traced, 8 * tp)),
     )
+
+
+def _sizes_of_code(model: ModelSpec, traced: TracedDecoder, usual: int) -> Mapping[str, int]:
+    """Return small sizes of dims that no card has; what a reader calls the hidden size has that size."""
+    parts = (traced.embed, traced.layer, traced.head, *(kind.lines for kind in model.kinds))
+    pairs = {pair for lines in parts for op in parse_lines(lines) for pair in getattr(op.kind, "rename", ())}
+    renamed = {dim for pair in pairs if _HIDDEN_DIM in pair for dim in pair}
+    return {dim: _HIDDEN if dim in renamed else usual for dim in traced.sizes}
 
 
 def _num_experts(model: ModelSpec, least: int) -> int:
