@@ -16,13 +16,14 @@ from autoshard.graph.kinds.dropout import dropout_keys
 from autoshard.modules.decoder.reading import read_decoder
 from autoshard.modules.training.engine import programs_of_code
 from autoshard.modules.training.layouts import solved_tables
+from autoshard.modules.training.parts import LOSS_SHARE
 from autoshard.modules.training.reading import TracedCode, traced_code
 from autoshard.plan.plan import Plan
 from autoshard.run.protocol import EngineMode, Run
 from autoshard.spec.training import Training
 from autoshard.spec.workload import Precision
 from tests.kit import local_plan
-from tests.modules.training.own_decoders import LENGTH, WORDS, Encoder, Gpt, GptLayer, Smoothed, Told, dropping
+from tests.modules.training.own_decoders import LENGTH, WORDS, Gpt, GptLayer, dropping
 
 RATE, CLIP = 1e-2, 0.3  # below the norm of every case
 _STEPS = 3
@@ -80,7 +81,7 @@ def compared(
     for _ in range(_STEPS):
         batches = list(micro_batches(plan, generator))
         report = engine.step(batches, RATE)
-        steps.append((report.loss, *_step(module, optimizer, batches, report.norm)))
+        steps.append((report.loss, *_step(code, optimizer, batches, report.norm)))
     error, weight = max(_errors(engine, code))
     return Compared(steps=tuple(steps), error=error, weight=weight)
 
@@ -135,8 +136,9 @@ def _adamw(module: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=RATE, betas=betas, eps=constants.eps)
 
 
-def _step(module: nn.Module, optimizer: Any, batches: list[Any], norm: float) -> tuple[float, float, float]:
+def _step(code: TracedCode, optimizer: Any, batches: list[Any], norm: float) -> tuple[float, float, float]:
     """Take a step of the plain module on the whole batch; return its loss, and both norms."""
+    module = code.module
     tokens, labels, weights = (
         torch.from_numpy(np.concatenate([batch[name] for batch in batches]))
         for name in ("tokens", "labels", "token_weight")
@@ -144,8 +146,8 @@ def _step(module: nn.Module, optimizer: Any, batches: list[Any], norm: float) ->
     for submodule in module.modules():
         if isinstance(submodule, KeyedDropout):
             submodule.samples = np.concatenate([batch["samples"] for batch in batches])
-    if isinstance(module, Smoothed | Encoder | Told):  # whose loss is a mean over the micro-batch
-        given = (tokens, labels) if isinstance(module, Told) else (tokens,)
+    if LOSS_SHARE in code.graph.blocks["head"].tensors:  # whose loss is a mean over the micro-batch
+        given = (tokens, labels) if "labels" in code.arguments.values() else (tokens,)
         parts = zip(*(whole.chunk(len(batches)) for whole in given), strict=True)
         loss = torch.stack([module(*part) for part in parts]).mean()
     else:

@@ -1,9 +1,13 @@
 """Steps of decoders' own code by plans: losses, norms and weights are those of the plain module."""
 
+from collections.abc import Callable
+
 import pytest
+from torch import nn
 
 from autoshard.engine.torch.formats import Formats
 from autoshard.modules.training.reading import traced_code
+from tests.modules.decoder.test_ends import bert, modern_bert
 from tests.modules.training.code_cases import Compared, compared, compared_dropping, plan_of
 from tests.modules.training.own_decoders import LOSSES, OWN, UNLIKE, Typed
 from tests.ranks.spawn import on_ranks
@@ -110,5 +114,13 @@ def test_layers_of_two_kinds_take_the_steps_of_the_plain_module(name: str, text:
 )  # fmt: skip
 def test_a_loss_of_the_code_is_its_mean_over_micro_batches(name: str, text: str, num_ranks: int):
     for found in on_ranks(num_ranks, compared, LOSSES[name], text, timeout_s=300.0):
+        assert isinstance(found, Compared)
+        assert found.worst_step < 1e-12 and found.error < 1e-11, found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [bert, modern_bert], ids=["BERT", "ModernBERT"])
+def test_encoders_of_transformers_take_the_steps_of_the_plain_module(make: Callable[[], nn.Module]):
+    for found in on_ranks(2, compared, make, "tp=2,pp=1,dp=1,mbs=2", timeout_s=300.0):
         assert isinstance(found, Compared)
         assert found.worst_step < 1e-12 and found.error < 1e-11, found
