@@ -33,6 +33,7 @@ from autoshard.spec.model_catalogue import model_names
 from autoshard.spec.recipe import RECIPES
 
 _FLAG = re.compile(r"--?[A-Za-z]")
+_BELOW_ZERO = re.compile(r"-\.?[0-9]")  # as in -2T, which the parser would take for an option
 
 
 def read_options(
@@ -73,6 +74,7 @@ def _with_example(faults: Sequence[Fault], examples: Sequence[str]) -> list[Faul
 
 def _split(name: str, options: Mapping[str, Option], arguments: Sequence[str]) -> dict[str, Any]:
     """Return what the line says of each option, as text."""
+    arguments = _with_numbers(options, arguments)
     more, short = f"See autoshard {name} --help", ["-h", *(["-v"] if "verbose" in options else [])]
     known = [*short, "--help", *COMMON, *(option.flag for option in options.values() if not option.is_positional)]
     flags = (argument.partition("=")[0] for argument in arguments if _FLAG.match(argument))
@@ -87,6 +89,18 @@ def _split(name: str, options: Mapping[str, Option], arguments: Sequence[str]) -
         return dict(vars(parser_of(name, options).parse_args(arguments)))
     except ArgumentError as error:
         raise InputError.of("", f"{_in_our_words(str(error))}. See autoshard {name} --help") from None
+
+
+def _with_numbers(options: Mapping[str, Option], arguments: Sequence[str]) -> list[str]:
+    """Return the words of a line, where a number below zero is part of the word of its option."""
+    flags = {option.flag for option in options.values() if option.kind is not bool and not option.is_positional}
+    words = list[str]()
+    for argument in arguments:
+        if words and words[-1] in flags and _BELOW_ZERO.match(argument):
+            words[-1] += f"={argument}"
+        else:
+            words.append(argument)
+    return words
 
 
 def _in_our_words(message: str) -> str:

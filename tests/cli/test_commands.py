@@ -85,6 +85,8 @@ WRONG = [
         f"{TRN1} --cluster h100-80 --release 2.16",
         ["--release: the rows of h100-80 under autoshard, torch engine name no releases"],
     ),
+    (f"{LOCAL} --tokens -2T", ["--tokens: '-2T' is not a number of tokens. Write it like 2T"]),
+    (f"{LOCAL} --seq-len -8k", ["--seq-len: expected a whole number, found '-8k'"]),
     (f"{TRN1} --expert-imbalance -1", ["--expert-imbalance: must be at least 0"]),
     (f"{LOCAL} --seq-len= --top 0", ["--seq-len: must not be empty"]),
     (f"{LOCAL} --precision fp8", ["--precision: 'fp8' is not a precision. Known: bf16, bf16-sr, fp16, fp32"]),
