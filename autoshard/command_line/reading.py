@@ -15,6 +15,7 @@ from jsonargparse import ArgumentError
 
 from autoshard.command_line.entries import Entries, entries_of
 from autoshard.command_line.options import (
+    Counts,
     Option,
     PlanOrRecipe,
     Stated,
@@ -30,7 +31,7 @@ from autoshard.command_line.values import MISSING, pairs_of, value_of
 from autoshard.errors import Fault, InputError, inside
 from autoshard.spec.files import named_file, shipped_files
 from autoshard.spec.model_catalogue import model_names
-from autoshard.spec.recipe import RECIPES
+from autoshard.spec.recipe import RECIPES, Pins
 
 _FLAG = re.compile(r"--?[A-Za-z]")
 _BELOW_ZERO = re.compile(r"-\.?[0-9]")  # as in -2T, which the parser would take for an option
@@ -83,12 +84,24 @@ def _split(name: str, options: Mapping[str, Option], arguments: Sequence[str]) -
         for flag in flags
         if flag not in known  # the parser would take abbreviations, and name only the first that it does not know
     ]
+    faults += _typed_twice(options, arguments)
     if faults:
         raise InputError(faults)
     try:
         return dict(vars(parser_of(name, options).parse_args(arguments)))
     except ArgumentError as error:
         raise InputError.of("", f"{_in_our_words(str(error))}. See autoshard {name} --help") from None
+
+
+def _typed_twice(options: Mapping[str, Option], arguments: Sequence[str]) -> Iterator[Fault]:
+    """Yield the options with a value that a line has twice, of which the parser would keep the last."""
+    single = {option.flag: option for option in options.values() if option.kind is not bool and not option.repeats}
+    flags = [argument.partition("=")[0] for argument in arguments]
+    for flag in (*single, *(["--config"] if names_options(options) else [])):
+        if flags.count(flag) > 1:
+            joined = flag in single and single[flag].kind in (Pins, Counts)
+            remedy = "Join its values by commas" if joined else "Keep one"
+            yield Fault(where=flag, message=f"is typed {flags.count(flag)} times. {remedy}")
 
 
 def _with_numbers(options: Mapping[str, Option], arguments: Sequence[str]) -> list[str]:
