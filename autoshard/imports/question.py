@@ -21,7 +21,7 @@ from autoshard.search.ask.api import request_of
 from autoshard.search.bound.request import MOST_RANKS, Request, resolved
 from autoshard.spec.cluster import Cluster, headroom_check
 from autoshard.spec.cluster_catalogue import cluster_names, load_cluster
-from autoshard.spec.kernels import load_kernels
+from autoshard.spec.kernels import libraries_of, load_kernels, program_table
 from autoshard.spec.model import ModelSpec
 from autoshard.spec.recipe import Pins, QuestionOptions
 from autoshard.spec.repeats import MAX_ITEMS
@@ -351,7 +351,11 @@ class _QuestionBuilder:
 
     def _kernels(self, facts: Facts, cluster: Cluster) -> tuple[str | None, tuple[Recompute, ...]]:
         """Return the kernels of the program, or the cluster's own where it has no such devices."""
-        kernels = str(facts.get("layout.kernels", cluster.kernels))
+        key = "layout.kernels"
+        kernels = str(facts.get(key, cluster.kernels))
+        if (libraries := libraries_of(kernels)) and not self.model.num_experts and kernels == self.run.facts.get(key):
+            kernels = program_table(kernels)
+            self.assume(f"kernels {kernels}", f"{self.model.name} has no experts that need {' and '.join(libraries)}")
         recompute: tuple[Recompute, ...] = facts.get("layout.recompute", (Recompute(),))
         if (load_kernels(kernels).engine == "nxd") == (cluster.engine == "nxd"):
             return (None if kernels == cluster.kernels else kernels), recompute

@@ -196,6 +196,15 @@ def test_what_is_typed_goes_before_the_file(tmp_path: Path) -> None:
     assert question.request.workload.seq_len == 1024 and "though the file says" in question.model_from
 
 
+def test_a_library_for_experts_is_left_out_of_a_dense_model_with_a_word(tmp_path: Path) -> None:
+    keys = {"moe_token_dispatcher_type": "flex"}
+    question = imported_question(run_of(tmp_path, LLAMA, keys), ImportOptions())
+    assert question.candidate.kernels == "te"
+    assert "kernels te: llama3-8b has no experts that need deepep" in [str(assumed) for assumed in question.assumed]
+    mixture = run_of(tmp_path, LLAMA, keys, {"num_experts": 4, "moe_router_topk": 2})
+    assert imported_question(mixture, ImportOptions()).candidate.kernels == "te+deepep"
+
+
 def test_ranks_that_fill_no_nodes_and_ends_that_leave_no_even_rest_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="do not fill nodes of h100-80 evenly"):
         imported_question(run_of(tmp_path, LLAMA, {"nnodes": 1, "nproc_per_node": 9}), ImportOptions())

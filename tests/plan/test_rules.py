@@ -87,6 +87,8 @@ BREAKS = {
                  "tp=8,boundary=[batch/dp, seq, hidden/tp]"),
     "lnc": ({"cluster_name": "trn2.48xlarge", "lnc": 2}, "tp=32,lnc=1", "Use --lnc 1", "tp=32,lnc=2"),
     "place": (GPU, "tp=8,place=3/0-2", "places 4 ranks, but a node of h100-80 has 8", "tp=8,place=7-0"),
+    "library-effect": (GPU, "tp=8,kernels=te+deepep", "is dense; it has no experts to which deepep would send tokens. "
+                       "Use kernels=te", "tp=8,kernels=te"),
     "kernels": (GPU, "tp=8,kernels=tee", "Did you mean te?", "tp=8,kernels=torch_cuda"),
     "recompute-ops": ({}, "tp=8,recompute=selective[CoreAtention]", "Did you mean CoreAttention",
                       "tp=8,recompute=selective[CoreAttention,act]"),

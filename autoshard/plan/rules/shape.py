@@ -9,7 +9,7 @@ from autoshard.plan.rules.columns import Columns, Mask, kernels_fault
 from autoshard.plan.rules.rule import Verdict, implies, listed, one_of, rule
 from autoshard.schedule.builders import builders
 from autoshard.spec.cluster import Cluster
-from autoshard.spec.kernels import load_kernels, table_fault
+from autoshard.spec.kernels import libraries_of, load_kernels, program_table, table_fault
 from autoshard.spec.model import ModelSpec
 from autoshard.spec.repeats import compress
 
@@ -267,6 +267,14 @@ def fold_effect(c: Columns) -> Verdict:
     fold = c.shared.fold or "none"
     yield (fold == "none" or c.model.num_experts > 0) & (c.tp > ("tp" in fold)) & (c.cp > ("cp" in fold))
     yield f"fold={fold}: lets ranks of {fold} hold other experts each. Use it with {fold} above 1 and a mixture"
+
+
+@rule("kernels", source=_NO_EFFECT)
+def library_effect(c: Columns) -> Verdict:
+    libraries = libraries_of(c.kernels)
+    yield not libraries or c.model.num_experts > 0
+    why = f"{c.model.name} is dense; it has no experts to which {' and '.join(libraries)} would send tokens"
+    yield f"kernels={c.kernels}: {why}. Use kernels={program_table(c.kernels)}"
 
 
 @rule(
