@@ -68,7 +68,14 @@ def test_the_message_about_rules_counts_them():
     request = ask("llama3-8b", "trn1.32xlarge", pins="pp=2")
     text = why_none(request, search(request))
     assert "layouts of llama3-8b on 1 x trn1.32xlarge with pp=2 is refused by a rule" in text
-    assert "by trn1-dp, like tp=1,pp=2,dp=16: with a pipeline" in text
+    assert "by trn1-dp, like tp=1,pp=2,dp=16: with a pipeline" in text and "counted below" not in text
+
+
+def test_counts_of_refusals_say_which_layouts_they_leave_out():
+    request = ask("llama3.2-1b", "h100-80", 100000, pins="tp=1")
+    text = why_none(request, search(request))
+    alone, counted, by_sequence = (text.index(words) for words in ("[batch]", "counted below are", " by cp-seq, like"))
+    assert alone < counted < by_sequence
 
 
 HELP = [

@@ -16,6 +16,7 @@ from autoshard.plan.candidate import Candidate, pins_text
 from autoshard.plan.explanation import Refusal
 from autoshard.plan.plan import Plan
 from autoshard.plan.recompute import Recompute
+from autoshard.plan.rules import shape
 from autoshard.plan.rules.check import all_rules
 from autoshard.plan.rules.columns import Engine, kernels_fault
 from autoshard.plan.rules.nxd_engine import nxd_tied
@@ -318,7 +319,10 @@ def why_none(request: Request, result: SearchResult) -> str:
     miss, certificate = result.nearest_miss, result.certificate
     if not certificate.num_legal:
         head = f"no plan: each of the {certificate.num_points:,} layouts of {question} is refused by a rule"
-        return "\n".join([head, *_binding_lines(request), *_refusal_lines(certificate.refusals)])
+        binding = list(_binding_lines(request))
+        uneven = any(line.endswith(f"[{shape.batch.id}]") for line in binding)  # no point of a search
+        counted = ["  counted below are layouts whose dp divides the sequences of a step:"] if uneven else []
+        return "\n".join([head, *binding, *counted, *_refusal_lines(certificate.refusals)])
     lines = [f"no plan: none of the {certificate.num_legal:,} legal layouts of {question} fits in memory"]
     if miss and miss.prediction:
         peak, capacity = miss.prediction.peak_bytes, miss.prediction.capacity_bytes
