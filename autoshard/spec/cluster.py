@@ -369,7 +369,8 @@ class Cluster:
         total = self.ranks_per_node
         order = [DOMAINS.index(link.domain) for link in self.links]
         if not order or order != sorted(set(order)):
-            yield False, "links", f"must be one link per domain, innermost first: {', '.join(DOMAINS)}"
+            remedy = "" if order else ". Add one of domain node; a node of a single chip sends nothing over it"
+            yield False, "links", f"must be one link per domain, innermost first: {', '.join(DOMAINS)}{remedy}"
             return
         joined = self.domain_ranks(self.links[-1].domain)
         unlinked = f"no link joins the {self.chips_per_node} chips of a node: add one of domain node"
@@ -385,8 +386,7 @@ class Cluster:
             even = inner % port == 0 and (unit % port == 0 or port % unit == 0)
             uneven = f"the {inner} ranks that {link.name} connects cannot share ports of {port} ranks evenly"
             yield even, f"links[{level}].ranks_per_port", uneven
-        sizes = [rule.tp for rule in self.placements]
-        yield len(set(sizes)) == len(sizes), "placements", "two placements for the same tp"
+        yield len({rule.tp for rule in self.placements}) == len(self.placements), "placements", "two for the same tp"
         for index, rule in enumerate(self.placements):
             where, placed = f"placements[{index}]", len(rule.placement.local_ranks)
             yield placed == total, f"{where}.placement", f"places {placed} ranks, but a node has {total}"

@@ -69,7 +69,7 @@ def test_a_rank_owns_its_share_of_the_chip():
          {"sources": "no source for price"}),
         (cluster, {"price_date": "2026-11-09"}, {"price_date": "give price_usd_per_node_hour"}),
         (cluster, {"price_usd_per_node_hour": 1.0, "price_date": "9 November 2026"}, {"price_date": "YYYY-MM-DD"}),
-        (cluster, {"links": ()}, {"links": "innermost first"}),
+        (cluster, {"links": ()}, {"links": "cluster. Add one of domain node; a node of a single chip"}),
         (cluster, {"links": (link(domain="cluster"), link())}, {"links": "innermost first"}),
         (cluster, {"links": (link(), link())}, {"links": "innermost first"}),
         (cluster, {"links": (link(),)}, {"num_nodes": "no link joins 2 nodes"}),
