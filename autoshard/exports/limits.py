@@ -134,6 +134,7 @@ def _axes(change: _Rewriting) -> None:
         values: dict[str, Any] = {axis: 1, "dp": change.candidate.dp * size}
         values["mbs"] = _micro_batch(change.plan.workload.global_batch, values["dp"], change.candidate.mbs)
         if axis == "pp":
+            _recompute_alike(change)
             values |= {"vp": 1, "stages": None, "schedule": "1f1b", "recompute": (_heaviest(change),)}
         if axis == "cp":
             values |= {"cp_kind": "ring", "cp_order": "contiguous"}
@@ -178,6 +179,7 @@ def _schedule(change: _Rewriting) -> None:
     if candidate.vp > 1 and "interleaved" in limits.schedules and rounds:
         change.become(what, f"interleaved 1f1b over {candidate.vp} chunks", schedule="interleaved")
     elif candidate.vp > 1:
+        _recompute_alike(change)
         one_each = {"vp": 1, "stages": None, "recompute": (_heaviest(change),), "schedule": "1f1b"}
         change.become(what, "1f1b with one stage a rank", **one_each)
     else:
@@ -211,6 +213,14 @@ def _heaviest(change: _Rewriting) -> Recompute:
         return place, kind.num_layers or len(load_kernels(change.kernels).resolve(kind.ops))
 
     return max(change.candidate.recompute, key=weight)
+
+
+def _recompute_alike(change: _Rewriting) -> None:
+    """Give all stages one recompute, before their number changes."""
+    kinds = change.candidate.recompute
+    if len(set(kinds)) > 1:
+        heaviest = (_heaviest(change),)
+        change.become(f"recompute {stages_text(kinds)}", f"{stages_text(heaviest)} everywhere", recompute=heaviest)
 
 
 def _recompute(change: _Rewriting) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from autoshard.exports.limits import Expressed, expressed
+from autoshard.exports.limits import Difference, Expressed, expressed
 from autoshard.exports.writing import SUFFIXES, text_of
 from autoshard.imports.imported import PROGRAMS, imported_run
 from autoshard.imports.programs.megatron import layout_of_stages, stages_of_layout
@@ -116,6 +116,18 @@ def test_an_exported_layout_is_imported_as_what_was_said(name: str, chosen: tupl
     assert again.candidate == found.candidate and again.differences == (), "what a program can say, it says whole"
 
 
+@pytest.mark.parametrize(
+    ("program", "shape"),
+    [("accelerate", "pp=4,dp=2"), ("deepspeed", "pp=4,dp=2"), ("torchtitan", "pp=2,dp=4,vp=2,schedule=zb_v,mbs=64")],
+)
+def test_recompute_that_differs_is_named_where_stages_become_fewer(program: str, shape: str) -> None:
+    layout = replace(Candidate.parse(shape), recompute=parse_stages("none/full*3"))
+    without_chunks = replace(WRITTEN[program].limits, schedules={"1f1b": "1F1B"})
+    found = expressed(plan_at("llama3-8b", layout), replace(WRITTEN[program], limits=without_chunks))
+    assert Difference(what="recompute none/full*3", instead="full everywhere") in found.differences
+    assert found.candidate.recompute == (Recompute(kind="full"),)
+
+
 @pytest.mark.parametrize("program", WRITTEN)
 def test_every_precision_of_a_program_is_read_again(program: str) -> None:
     model, cluster = "llama3-8b", "trn1.32xlarge" if program == "nxdt" else "h100"
@@ -221,7 +233,10 @@ def test_differences_say_what_is_lost_and_what_is_done_instead() -> None:
         "recompute full/full:1/none/selective[layernorm] -> full in all stages",
     ]
     assert "zb_h1 -> 1f1b" in words["torchtitan"][0] and by_name["torchtitan"].candidate.stages == (7, 8, 8, 9)
-    assert words["accelerate"][0] == "pipeline stages (pp=4) -> these ranks are replicas with ZeRO-3"
+    assert words["accelerate"][:2] == [
+        "recompute full/full:1/none/selective[norms] -> full everywhere",
+        "pipeline stages (pp=4) -> these ranks are replicas with ZeRO-3",
+    ]
     assert by_name["deepspeed"].candidate.dp == 4
 
 
