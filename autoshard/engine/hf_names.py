@@ -21,6 +21,7 @@ from autoshard.errors import InputError, nearest
 from autoshard.graph.block import OpGraph
 from autoshard.graph.op import Dims
 from autoshard.plan.lowering import StepGraph
+from autoshard.spec.hf_types import SAME_CODE
 from autoshard.spec.model import ModelSpec
 from autoshard.spec.workload import Precision, Workload
 
@@ -232,6 +233,7 @@ class HfNames:
     @classmethod
     def of(cls, family: str, model: ModelSpec, form: Form = "published") -> "HfNames":
         """Return the rows of a ``model_type``'s table for every layer and expert of a model."""
+        family = SAME_CODE.get(family, family)
         if family not in HF_NAMES:
             raise InputError.of("model_type", f"{family!r} has no table of names. {nearest(family, list(HF_NAMES))}")
         dims_of, graph = _parameters(model)

@@ -11,6 +11,7 @@ from autoshard.spec.hf_types import (
     ACTIVATIONS,
     MODEL_TYPES,
     NAMED_FIELDS,
+    SAME_CODE,
     SHARED_DEFAULTS,
     UNMODELLED,
     WITH_TEXT_CONFIG,
@@ -89,11 +90,13 @@ def _spec_of_text(config: Mapping[str, object], name: str, source: str) -> Model
 
 def _kind_of(config: Mapping[str, object]) -> ModelType:
     stated = config.get("model_type")
-    if isinstance(stated, str) and stated in MODEL_TYPES:
-        return MODEL_TYPES[stated]
+    if isinstance(stated, str) and (kind := MODEL_TYPES.get(SAME_CODE.get(stated, stated))):
+        return kind
     problem = f"{show_value(stated)} is not a known architecture" if "model_type" in config else "missing"
     code = "To plan another, have its code read: autoshard plan --module FILE.py:FUNCTION"
-    raise InputError.of("model_type", f"{problem}. Known: {', '.join((*MODEL_TYPES, *WITH_TEXT_CONFIG))}. {code}")
+    raise InputError.of(
+        "model_type", f"{problem}. Known: {', '.join((*MODEL_TYPES, *SAME_CODE, *WITH_TEXT_CONFIG))}. {code}"
+    )
 
 
 def _sizes(reader: ConfigReader, kind: ModelType) -> dict[str, int]:

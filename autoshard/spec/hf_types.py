@@ -181,6 +181,8 @@ MODEL_TYPES: Mapping[str, ModelType] = {
 }  # fmt: skip
 # Types whose config holds that of a model that reads text alone in its field ``text_config``.
 WITH_TEXT_CONFIG: Mapping[str, str] = {"gemma3": "gemma3_text"}
+# Types whose code is that of another: config.json of moonshotai/Kimi-K2 names DeepseekV3ForCausalLM.
+SAME_CODE: Mapping[str, str] = {"kimi_k2": "deepseek_v3"}
 # Other names of fields in GPT-2, GPT-NeoX, Gemma and older Mixtral cards.
 ALIASES: Mapping[str, tuple[str, ...]] = {
     "num_hidden_layers": ("n_layer",),

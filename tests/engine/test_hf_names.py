@@ -104,6 +104,11 @@ def test_every_architecture_has_a_table():
     assert HF_NAMES.keys() == MODEL_TYPES.keys()
 
 
+def test_kimi_k2_has_the_table_of_deepseek_v3():
+    model = model_of(small_config("deepseek_v3"))
+    assert HfNames.of("kimi_k2", model) == HfNames.of("deepseek_v3", model)
+
+
 @given(config=configs(), form=st.sampled_from(FORMS), data=st.data())
 def test_there_and_back_changes_nothing_and_rows_of_theirs_are_boxes_of_ours(
     config: Mapping[str, Any], form: Form, data: st.DataObject

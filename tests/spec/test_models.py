@@ -10,6 +10,8 @@ from hypothesis import given, strategies as st
 
 import autoshard
 from autoshard.errors import InputError
+from autoshard.spec.hf_config import spec_from_config
+from autoshard.spec.hf_writing import config_of
 from autoshard.spec.model import ModelSpec
 from autoshard.spec.model_catalogue import HEADER, load_model, model_names
 from autoshard.spec.model_parts import LatentAttention, RotaryScaling
@@ -240,3 +242,25 @@ def test_a_sequence_beyond_the_positions_is_warned_about():
     model = load_model("llama3-8b")
     assert model.beyond_positions(model.max_positions) == ""
     assert "16384 tokens are longer than the 8192 positions of llama3-8b" in model.beyond_positions(16384)
+
+
+def test_kimi_k2_is_read_as_deepseek_v3_whose_code_its_config_names():
+    """The fields of moonshotai/Kimi-K2-Instruct's config.json that are read; 1.03 T parameters, 32.9 G at work."""
+    rope = {"type": "yarn", "factor": 32.0, "beta_fast": 1.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0}
+    published: dict[str, Any] = {
+        "model_type": "kimi_k2", "architectures": ["DeepseekV3ForCausalLM"], "hidden_size": 7168, "vocab_size": 163840,
+        "num_hidden_layers": 61, "first_k_dense_replace": 1, "intermediate_size": 18432, "moe_intermediate_size": 2048,
+        "num_attention_heads": 64, "num_key_value_heads": 64, "q_lora_rank": 1536, "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "n_routed_experts": 384,
+        "num_experts_per_tok": 8, "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "norm_topk_prob": True,
+        "routed_scaling_factor": 2.827, "scoring_func": "sigmoid", "topk_method": "noaux_tc", "aux_loss_alpha": 0.001,
+        "seq_aux": True, "ep_size": 1, "moe_layer_freq": 1, "num_nextn_predict_layers": 0, "pretraining_tp": 1,
+        "attention_bias": False, "attention_dropout": 0.0, "hidden_act": "silu", "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-06, "rope_theta": 50000.0, "tie_word_embeddings": False,
+        "rope_scaling": rope | {"original_max_position_embeddings": 4096},
+        "quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]},
+    }  # fmt: skip
+    model = spec_from_config(published, name="m", source="test")
+    assert spec_from_config(published | {"model_type": "deepseek_v3"}, name="m", source="test") == model
+    assert round(model.num_parameters / 1e9) == 1026
+    assert config_of(model)["model_type"] == "deepseek_v3"
