@@ -129,8 +129,14 @@ def _table(rows: Sequence[Node], most: int) -> Table:
 
 
 def short_layout(row: Row) -> str:
-    """Name a layout by its outer point and its kinds of recompute, without the lists of stages."""
+    """Name a layout by its outer point and its kinds of recompute, without the lists of stages.
+
+    >>> short_layout({"candidate": "tp=2,pp=2,recompute=full:3/none+offload", "ranks": 4})
+    'tp=2,pp=2,dp=1 recompute full/none/none+offload'
+    """
     candidate = Candidate.parse(row["candidate"], row["ranks"])
-    kinds = dict.fromkeys(part.kind for recompute in candidate.recompute for part in recompute.kinds)
+    kinds = dict.fromkeys(
+        part.kind + "+offload" * part.offload for recompute in candidate.recompute for part in recompute.kinds
+    )
     again = "" if set(kinds) == {"none"} else f" recompute {'/'.join(kinds)}"
     return str(replace(candidate, recompute=(Recompute(),), stages=None, place=None)) + again
