@@ -37,8 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except AutoshardError as error:
         _complain(str(error))
         return error.exit_code
-    except KeyboardInterrupt:
-        _complain("interrupted")
+    except KeyboardInterrupt as interrupt:
+        _complain(str(interrupt) or "interrupted")
         return 130
     except OSError as error:
         return _exit_code_of(error)

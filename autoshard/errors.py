@@ -152,9 +152,9 @@ class NotFinite(RunFailed):
 class Stopped(AutoshardError):
     """A signal ended a run."""
 
-    def __init__(self, name: str, number: int) -> None:
+    def __init__(self, name: str, number: int, unsaved: str = "") -> None:
         self.exit_code = 128 + number
-        super().__init__(f"stopped by {name}")
+        super().__init__(f"stopped by {name}{f', and the last state was not saved: {unsaved}' if unsaved else ''}")
 
 
 _LEAST_PART = 3  # letters of a name that tell it

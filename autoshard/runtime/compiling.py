@@ -97,12 +97,12 @@ def streamed(command: Sequence[str], log: Path, show: Callable[[str], None]) -> 
     """
 
     def stop(number: int, _: object) -> None:
-        raise Stopped("SIGTERM", number)
+        raise Stopped(signal.Signals(number).name, number)
 
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     pipe, both = subprocess.PIPE, subprocess.STDOUT
     with (
-        handling(stop, signal.SIGTERM),
+        handling(stop, signal.SIGTERM, signal.SIGHUP),
         log.open("wb") as file,
         subprocess.Popen(command, stdout=pipe, stderr=both, start_new_session=True) as process,
     ):

@@ -26,6 +26,8 @@ Child = Callable[[int, Say], Any]  # takes its rank, and how it says something b
 _LOOK_S = 1.0  # how long to wait for messages before looking after the ranks
 _GRACE_S = 0.5  # after a failure, to hear of those who failed before it
 _AGAIN_S = 1.0  # between two signals of somebody impatient: ``timeout`` sends its child one, and the whole group one
+# End a run, which saves: of schedulers, of Ctrl-C, of Slurm's users (sbatch --signal=USR1@90), of a closed terminal.
+STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 _LAST_LINES = 15  # of a traceback that are shown; the log has all
 
 Explain = Callable[[int, int | None], str]  # why a rank ended with an exit code, if it has left a report
@@ -126,30 +128,35 @@ class _Ranks:
         self.signals.append((signal.Signals(number), now_s))
         if os.getpid() != self.parent:
             return  # a fork that is not yet a rank; it looks after what has come when it is
-        if not self.grace_s or now_s > self.signals[0][1] + _AGAIN_S:
-            raise self.ending
+        if not self.grace_s:
+            raise self._ending("")
+        if now_s > self.signals[0][1] + _AGAIN_S:
+            raise self._ending("a second signal came")
         for worker in self.workers:
             if worker.pid is not None and worker.is_alive():
                 os.kill(worker.pid, number)
 
-    @property
-    def ending(self) -> BaseException:
-        """The error that ends the run after a signal."""
+    def _ending(self, unsaved: str) -> BaseException:
+        """Return the error that ends the run after a signal which ranks have not answered by a save."""
         number, _ = self.signals[0]
-        return KeyboardInterrupt() if number == signal.SIGINT else Stopped("SIGTERM", number)
+        stopped = Stopped(number.name, number, unsaved)
+        return KeyboardInterrupt(f"interrupted: {stopped}") if number == signal.SIGINT else stopped
 
     def refuse(self) -> None:
         """Raise the error that ends the run, if one does."""
         # The end of a pipe may be seen before that of the rank which failed first.
         if self.failures and (not self.ends or time.monotonic() > self.failures[0].at_s + _GRACE_S):
             first = min(self.failures, key=lambda failure: (not failure.silent, failure.at_s))
-            if self.signals and first.silent:  # ranks that do not heed a signal die of it
-                raise self.ending
+            if self.signals and first.silent:  # ranks that do not heed a signal die of it: they have no state yet
+                code = self.workers[first.rank].exitcode
+                of_signal = code in {-number for number, _ in self.signals}
+                raise self._ending("" if of_signal else f"rank {first.rank}: {first.text.splitlines()[0]}")
             what = f"rank {first.rank} of {len(self.workers)} failed, the others were stopped"
             lines = first.text.strip().splitlines()[-_LAST_LINES:]
             raise first.error or RunFailed("\n".join([what, *lines, f"its log: {log_of(self.logs, first.rank)}"]))
         if self.signals and time.monotonic() > self.signals[0][1] + self.grace_s:
-            raise self.ending
+            seconds = f"{self.grace_s:g} s (checkpoint.grace_seconds)"
+            raise self._ending(f"the ranks did not end their step and save it within {seconds}")
 
     def stop(self) -> None:
         """End all that are left, and wait until they are gone."""
@@ -175,11 +182,11 @@ def on_forks(
     """Run a function on so many forks of this process; return the answers by rank, and show what rank 0 says.
 
     The first rank that fails ends all: InputError where the user can mend it, otherwise RunFailed with its traceback.
-    SIGTERM and SIGINT go to the ranks, which may answer within their grace; then all are stopped. What ranks print goes
-    to ``rank-N.log``; a rank that ends itself may leave a report, which ``explain`` finds.
+    ``STOPS`` go to the ranks, which may answer within their grace; then all are stopped. What ranks print goes to
+    ``rank-N.log``; a rank that ends itself may leave a report, which ``explain`` finds.
     """
     ranks = _Ranks(logs, grace_s, explain)
-    with handling(ranks.pass_on, signal.SIGTERM, signal.SIGINT):
+    with handling(ranks.pass_on, *STOPS):
         try:
             ranks.start(num_ranks, child)
             while ranks.ends:
@@ -197,8 +204,9 @@ def log_of(logs: Path, rank: int) -> Path:
 
 @contextmanager
 def handling(handler: Callable[[int, Any], object], *numbers: signal.Signals) -> Iterator[None]:
-    """Let a handler take these signals inside the context."""
-    before = {number: signal.signal(number, handler) for number in numbers}
+    """Let a handler take these signals inside the context; under ``nohup`` a closed terminal stays without effect."""
+    ignored = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else set[signal.Signals]()
+    before = {number: signal.signal(number, handler) for number in numbers if number not in ignored}
     try:
         yield
     finally:
@@ -210,10 +218,13 @@ def _work(rank: int, child: Child, end: Connection, lifeline: tuple[int, int], r
     """Run one rank in this process. Its failure is sent before its connections close, so other ranks fail later."""
     reader, writer = lifeline
     os.close(writer)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    for number in STOPS:
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all; the parent decides
-    if any(number == signal.SIGTERM for number, _ in ranks.signals):  # which the parent's handler took in this process
-        os.kill(os.getpid(), signal.SIGTERM)
+    for number, _ in ranks.signals:  # which the parent's handler took in this process
+        if number != signal.SIGINT:
+            os.kill(os.getpid(), number)
 
     def end_with_parent() -> None:
         os.read(reader, 1)  # returns when no process holds the other end

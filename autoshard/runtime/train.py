@@ -27,7 +27,7 @@ from autoshard.runtime.checkpoint.shelf import Shelf
 from autoshard.runtime.data.batches import PrefetchLoader, Prepared, StepShape
 from autoshard.runtime.data.opened import source_of
 from autoshard.runtime.evaluating import Evaluator
-from autoshard.runtime.forked import handling
+from autoshard.runtime.forked import STOPS, handling
 from autoshard.runtime.launch import only_extracts
 from autoshard.runtime.machine import CUDA, adding_in_order, refuse_full_device
 from autoshard.runtime.out_of_memory import explained_when_full
@@ -49,13 +49,13 @@ _SLOW_S = 20.0  # for data, after which a rank says so
 def train(plan: Plan, run: Run, build: Builds, say: Say, watch: Watch | None = None) -> RunReport:
     """Take the steps of a run on this rank, and say each when it is done; torch's world must be running.
 
-    SIGTERM and SIGINT do not end the process at once: the step ends first, and the state is saved. Where ``watch`` sees
-    ranks that hang, it saves the state before it ends them.
+    ``STOPS`` do not end the process at once: the step ends first, and the state is saved. Where ``watch`` sees ranks
+    that hang, it saves the state before it ends them.
     """
     run = replace(run, activity=RankActivity(activity_folder(run.folder) / str(dist.get_rank())))
     signals: list[int] = []
     in_order = adding_in_order(run.device, asked=run.training.deterministic)
-    with in_order, handling(lambda number, _: signals.append(number), signal.SIGTERM, signal.SIGINT):
+    with in_order, handling(lambda number, _: signals.append(number), *STOPS):
         loop = _Loop(plan, run, build, say, signals)
         if watch is not None and run.training.checkpoint.saves:
             watch.rescue = loop.rescue

@@ -130,11 +130,13 @@ def terminate() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def test_a_signal_saves_the_step_that_it_met(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
+def test_a_signal_saves_the_step_that_it_met(number: signal.Signals, tmp_path: Path) -> None:
+    """Of schedulers, of Slurm's users (``sbatch --signal=USR1@90``), and of a terminal that is closed."""
     found = Trained()
-    with after_steps(found, 3, terminate):
+    with after_steps(found, 3, lambda: os.kill(os.getpid(), number)):
         trained(plan_of("tp=1,pp=1,dp=2"), tmp_path, 10**6, found=found, every_steps=10**5)
-    assert found.report is not None and found.report.signal == signal.SIGTERM
+    assert found.report is not None and found.report.signal == number
     last = found.steps[-1].number
     assert last >= 3 and found.saved_steps == [last]
 
@@ -148,8 +150,18 @@ def test_only_a_later_second_signal_stops_ranks_before_they_have_saved(
         ranks.pass_on(signal.SIGTERM, None)
     monkeypatch.setattr(forked, "_AGAIN_S", 0.0)
     time.sleep(0.01)
-    with pytest.raises(Stopped):
+    with pytest.raises(Stopped, match=r"^stopped by SIGTERM, and the last state was not saved: a second signal came$"):
         ranks.pass_on(signal.SIGTERM, None)
+
+
+def test_a_closed_terminal_ends_no_run_under_nohup() -> None:
+    with forked.handling(lambda *_: None, signal.SIGHUP):
+        before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        with forked.handling(lambda *_: None, *forked.STOPS):
+            assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+            assert signal.getsignal(signal.SIGTERM) != signal.SIG_DFL
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_ranks_that_do_not_heed_a_signal_are_stopped_when_their_grace_is_over(
@@ -160,6 +172,7 @@ def test_ranks_that_do_not_heed_a_signal_are_stopped_when_their_grace_is_over(
     with after_steps(found, 2, terminate), pytest.raises(Stopped) as caught:
         trained(plan_of("tp=1,pp=1,dp=2"), tmp_path, 10**6, found=found, grace_seconds=1.0)
     assert caught.value.exit_code == 143 and not active_children()
+    assert "the ranks did not end their step and save it within 1 s (checkpoint.grace_seconds)" in str(caught.value)
 
 
 @pytest.mark.slow
