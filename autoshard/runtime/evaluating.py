@@ -26,6 +26,10 @@ Reads = Callable[[Callable[[], tuple[Batch, ...]]], tuple[Batch, ...]]  # prepar
 _SEED = 0  # of the order of the samples: two runs with other seeds are judged by the same ones
 
 
+class NothingCounted(RunFailed):
+    """An evaluation had no token that counts; all ranks know it alike."""
+
+
 def refuse_evaluation(plan: Plan, training: Training, engine: str) -> None:
     """Refuse to judge a run that could not be judged, or by sets that cannot be read."""
     if not training.eval.sets:
@@ -84,7 +88,9 @@ class Evaluator:
         activity.begin(0)
         if not count:
             what = f"no token of the {self.num_steps * self.shape.num_samples} samples of eval.set counts in the loss"
-            raise RunFailed(f"{what}, so nothing judges step {state.step}. Read more samples, or sets with answers")
+            raise NothingCounted(
+                f"{what}, so nothing judges step {state.step}. Read more samples, or sets with answers"
+            )
         loss = total / count
         first = state.best_loss is None or state.judged_by != self.judges
         best = math.isfinite(loss) and (first or loss < (state.best_loss or 0.0))

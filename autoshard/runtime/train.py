@@ -26,7 +26,7 @@ from autoshard.runtime.checkpoint.saver import CheckpointLabel, Saver
 from autoshard.runtime.checkpoint.shelf import Shelf
 from autoshard.runtime.data.batches import PrefetchLoader, Prepared, StepShape
 from autoshard.runtime.data.opened import source_of
-from autoshard.runtime.evaluating import Evaluator
+from autoshard.runtime.evaluating import Evaluator, NothingCounted
 from autoshard.runtime.forked import STOPS, handling
 from autoshard.runtime.launch import only_extracts
 from autoshard.runtime.machine import CUDA, adding_in_order, refuse_full_device
@@ -160,6 +160,8 @@ class _Loop:
         except _SignalCame as came:
             self._stopped = came.number
             return False
+        except NothingCounted as error:
+            raise RunFailed(f"{error}{self._saved()}") from error
         self._say(evaluated)
         if not (evaluated.best and judging.keep_best and self._saves):
             return False
