@@ -96,7 +96,8 @@ def launch(launched: GivenRank | None, num_ranks: int, body: Body, *, show: Say,
         except AutoshardError:
             raise
         except Exception as error:
-            traceback.print_exc()
+            with suppress(OSError):  # the disk of the log may be full
+                traceback.print_exc()
             cause = f"{type(error).__name__}: {error}"
             raise RunFailed(f"rank {launched.rank} of {launched.num_ranks} failed: {cause}") from error
         return answer if launched.rank == 0 else None

@@ -2,6 +2,7 @@
 
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -43,5 +44,6 @@ def _tried(operation: Callable[[], Value]) -> tuple[Value | None, Exception | No
     except (InputError, StorageError) as error:
         return None, error
     except Exception as error:
-        traceback.print_exc()
+        with suppress(OSError):  # the disk of the log may be full, and the others wait
+            traceback.print_exc()
         return None, StorageError(f"{type(error).__name__}: {error}")

@@ -3,8 +3,9 @@
 import errno
 import json
 import os
+import sys
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from autoshard.run.folder import INDEX
 from autoshard.run.placement import StatePiece
 from autoshard.run.protocol import Engine, Run
 from autoshard.runtime import resume
-from autoshard.runtime.checkpoint import files, saver
+from autoshard.runtime.checkpoint import agreed, files, saver
 from autoshard.runtime.checkpoint.files import StoredBox, StoredTensor
 from autoshard.runtime.checkpoint.saver import RankFile, joined_tensors
 from autoshard.runtime.checkpoint.shelf import Shelf
@@ -273,3 +274,16 @@ def test_a_place_that_cannot_be_written_is_found_before_the_first_step(to: str, 
     with pytest.raises(InputError, match=told):
         trained(plan_of(PLAN), tmp_path, STEPS, found=found, to=to)
     assert not found.said
+
+
+def test_ranks_hear_of_a_failure_also_where_its_log_is_on_a_full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing() -> None:
+        raise ZeroDivisionError("of all things")
+
+    with Path("/dev/full").open("w", buffering=1, encoding="utf-8") as full, monkeypatch.context() as patch:
+        patch.setattr(sys, "stderr", full)
+        _, error = agreed._tried(failing)
+        with suppress(OSError):
+            full.flush()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), full.fileno())
+    assert isinstance(error, StorageError) and str(error) == "ZeroDivisionError: of all things"
