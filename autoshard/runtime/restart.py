@@ -144,6 +144,15 @@ def start_options(
     return training, [*notes, *([f"as at the last start: {', '.join(unchanged)}"] if unchanged else [])]
 
 
+def length_notes(before: Plan | None, plan: Plan, progress: Progress | None) -> list[str]:
+    """Say that a run goes on with samples of another length: its next sample has a number among new ones."""
+    was, now = (before or plan).workload.seq_len, plan.workload.seq_len
+    if progress is None or was == now:
+        return []
+    drawn = "The data is cut anew and drawn in another order: some of it comes again before the rest was seen"
+    return [f"changed since the last start: seq_len was {was}, now {now}. {drawn}"]
+
+
 def _is_stated(name: str, stated: Collection[str]) -> bool:
     return any(name == option or name.startswith(f"{option}.") for option in stated)
 

@@ -14,6 +14,7 @@ from autoshard.plan.codec import dump
 from autoshard.runtime.restart import (
     Progress,
     StartBefore,
+    length_notes,
     refuse_strange_place,
     start_before,
     start_options,
@@ -50,6 +51,15 @@ def test_what_is_not_stated_stays_and_what_is_stated_is_named() -> None:
         before,
         "as at the last start: steps 10, learning_rate 0.01, data.sets./sets/a 2.0, adamw.beta1 0.8",
     )
+
+
+def test_a_run_that_goes_on_with_samples_of_another_length_says_so() -> None:
+    before, progress = plan_of("tp=1,pp=1,dp=1"), Progress(step=3, seed=0)
+    longer = replace(before, workload=replace(before.workload, seq_len=2 * before.workload.seq_len))
+    (note,) = length_notes(before, longer, progress)
+    assert note.startswith("changed since the last start: seq_len was 8, now 16. The data is cut anew")
+    assert not length_notes(before, longer, None) and not length_notes(None, longer, progress)
+    assert not length_notes(before, before, progress)
 
 
 def test_paths_mean_the_same_wherever_the_next_start_is_typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

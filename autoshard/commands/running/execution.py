@@ -53,6 +53,7 @@ from autoshard.runtime.metrics.log import records_in
 from autoshard.runtime.metrics.trackers import refuse_without_packages
 from autoshard.runtime.restart import (
     StartBefore,
+    length_notes,
     place_of,
     refuse_strange_place,
     resume_point,
@@ -247,7 +248,8 @@ def _taken_over(execution: Execution) -> Execution:
     saves = training.checkpoint.saves and run.resume != "never"
     progress = resume_point(place_of(folder, training.checkpoint.to), run.resume) if saves else None
     training, notes = start_options(training, execution.stated, before.training, progress)
-    return replace(execution, run=replace(run, training=training), notes=(*execution.notes, *notes))
+    notes = (*execution.notes, *length_notes(before.plan, execution.plan, progress), *notes)
+    return replace(execution, run=replace(run, training=training), notes=notes)
 
 
 def _begin(execution: Execution, launched: GivenRank | None) -> None:
