@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from typing import TextIO
 
 from autoshard.commands import COMMANDS, EVERYDAY, EXAMPLES, MEANT, command_of
 from autoshard.errors import AutoshardError, InputError, nearest
@@ -49,10 +50,15 @@ def _exit_code_of(error: OSError) -> int:
     has_gone = isinstance(error, BrokenPipeError)
     if not has_gone:
         _complain(f"{error.filename or 'the output'}: {error.strerror or error}")
-    if error.filename is None:  # what is still buffered has nowhere to go, and Python would try it again at its end
-        with suppress(OSError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if error.filename is None:
+        _drop(sys.stdout)
     return 0 if has_gone else 2
+
+
+def _drop(stream: TextIO) -> None:
+    """Let a stream lead nowhere: what is still buffered cannot be written, and Python would try it again at its end."""
+    with suppress(OSError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _asks_for_ascii() -> bool:
@@ -62,7 +68,10 @@ def _asks_for_ascii() -> bool:
 
 
 def _complain(text: str) -> None:
-    print(f"autoshard: {text}", file=sys.stderr)
+    try:
+        print(f"autoshard: {text}", file=sys.stderr, flush=True)
+    except OSError:  # a terminal that is gone: the exit code tells as well
+        _drop(sys.stderr)
 
 
 def _run(arguments: list[str]) -> int:

@@ -86,6 +86,13 @@ def test_a_full_disk_is_said(buffered: bool):
     assert (done.returncode, done.stderr) == (2, "autoshard: the output: No space left on device\n")
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no full device on this system")
+def test_a_message_that_cannot_be_written_leaves_the_exit_code():
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run([*LIST, "nothing"], env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=full, check=False)
+    assert done.returncode == 2
+
+
 def test_a_terminal_that_knows_only_ascii_gets_an_answer(monkeypatch: pytest.MonkeyPatch):
     terminal = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     monkeypatch.setattr(sys, "stdout", terminal)
