@@ -27,7 +27,7 @@ _WAIT_S = 120  # for a file of node 0 to be seen: file systems over a network ma
 _MEETINGS: Mapping[str, tuple[str, str, str, str]] = {  # node, address, port, start
     "slurm": (
         "$SLURM_NODEID",
-        '$(scontrol show hostnames "$SLURM_STEP_NODELIST" | head -n 1)',
+        '$(scontrol show hostnames "$SLURM_STEP_NODELIST" | sed -n 1p)',
         "$((20000 + SLURM_JOB_ID % 10000))",
         "$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}",
     ),

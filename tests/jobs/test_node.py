@@ -18,6 +18,7 @@ from tests.jobs.cases import FIRST, OTHERS, files_of, job_of, plan_of
 
 # In the place of torchrun: what it is told, and its environment.
 TOLD = f"#!{sys.executable} -I\nimport json, os, sys\nprint(json.dumps([sys.argv[1:], dict(os.environ)]))\n"
+NAMES = '#!/bin/sh\necho "$@" && seq 30000\n'  # of thousands of nodes: more than a pipe takes without a reader
 START = {"NODE_RANK": "0", "MASTER_ADDR": "here"}
 
 
@@ -26,7 +27,7 @@ def write(job: Job, folder: Path) -> Path:
         (folder / name).mkdir()
     for name, text in files_of(job).texts.items():
         (folder / "job" / name).write_text(text.replace("second < 120", "second < 1"), encoding="utf-8")
-    for name, text in {"torchrun": TOLD, "python3": TOLD, "scontrol": '#!/bin/sh\necho "$@"\n'}.items():
+    for name, text in {"torchrun": TOLD, "python3": TOLD, "scontrol": NAMES}.items():
         (folder / "bin" / name).write_text(text, encoding="utf-8")
         (folder / "bin" / name).chmod(0o755)
     return folder / "job"
