@@ -29,8 +29,11 @@ def plan_in(path: str = "plan.json") -> Plan:
     return replace(plan, provenance={key: text for key, text in plan.provenance.items() if key != SEARCH})
 
 
-def without_fix(question: str) -> str:
-    return re.sub(r"--fix \S+", "", question)
+def without(question: str, *options: str) -> str:
+    """Leave options out of a question: one that is typed twice is refused."""
+    for name in options:
+        question = re.sub(rf"{name} \S+", "", question)
+    return question
 
 
 @pytest.mark.parametrize("question", rest_is_slow(QUESTIONS, 0, 2))
@@ -43,10 +46,10 @@ def test_every_plan_that_is_shown_can_be_pasted_back(question: str, typed: Typed
     assert plan_in("again.json") == original
     candidate = shlex.quote(shown["plan"]["candidate"])
     for pinned in ("--at", *(["--fix"] if "any" not in question else [])):
-        assert typed(f"plan {without_fix(question)} {pinned} {candidate}")[0] == 0
+        assert typed(f"plan {without(question, '--fix')} {pinned} {candidate}")[0] == 0
         assert plan_in() == original
     for other in shown["runners_up"]:
-        text = typed(f"plan {without_fix(question)} --json --at {shlex.quote(other['candidate'])}")[1]
+        text = typed(f"plan {without(question, '--fix')} --json --at {shlex.quote(other['candidate'])}")[1]
         again = json.loads(text)["plan"]["prediction"]
         assert {**again, "of": ""} == {**other["prediction"], "of": ""}  # only the plan in the file has its table
 
@@ -88,7 +91,7 @@ def test_following_the_advice_gives_a_plan(question: str, typed: Typed):
     assert code == 1 and tries
     for advice in tries:
         options, _, _ = advice.partition(", so without")
-        changed = without_fix(question) if "--fix" in options else question
+        changed = without(question, *re.findall(r"--[a-z-]+", options))
         assert typed(f"plan {changed} {options if options.startswith('--') else ''}")[0] == 0
         Path("plan.json").unlink()
 

@@ -93,7 +93,8 @@ def tiny_run(folder: Path, layout: str, way: Way, *more: str) -> TinyRun:
     folder.mkdir(parents=True)
     text, options = LAYOUTS[layout]
     (folder / "tiny.json").write_text(dump(tiny_plan(text, seq_len=8, **options)), encoding="utf-8")
-    steps = ("--steps", str(STEPS), "--checkpoint.every-steps", "3")
+    usual = {"--steps": str(STEPS), "--checkpoint.every-steps": "3"}
+    steps = [word for name, value in usual.items() if name not in more for word in (name, value)]
     return TinyRun(folder=folder, way=way, words=("run", "tiny.json", "--out", "run", *steps, *more))
 
 
