@@ -10,7 +10,7 @@ from autoshard.modules.program import Read, Result, Traced, TracedProgram, Trace
 from autoshard.modules.reach import steps_to
 
 LOGITS, LOSS = "logits", "loss"
-_LOGITS_DIMS = 3  # batch, sequence, vocabulary
+LOGITS_DIMS = 3  # batch, sequence, vocabulary
 _NEITHER = (
     "returns neither logits of each token, [batch, sequence, vocabulary], nor a loss, which is one number; let it "
     "return one of them"
@@ -34,7 +34,7 @@ def trained_end(captured: Captured) -> TrainedEnd:
         for result in captured.program.results
         if result.read and not result.read.value.is_index and not result.is_buffer
     }
-    of_tokens = {name: value for name, value in values.items() if len(value.dims) >= _LOGITS_DIMS}
+    of_tokens = {name: value for name, value in values.items() if len(value.dims) >= LOGITS_DIMS}
     losses = {name: value for name, value in values.items() if not value.dims}
     name = _named(LOGITS, values, of_tokens) or _named(LOSS, losses, losses)
     require((bool(name), "module", _NEITHER))
@@ -80,7 +80,7 @@ def _logits_behind(program: TracedProgram, loss: Traced) -> Traced:
     """Return what the last product with a weight makes for each token, with its bias, of those behind a loss."""
     steps = steps_to(program.steps, [loss])
     products = [step.makes for step in steps if step.sort == "product" and _has_weight(step)]
-    is_of_tokens = bool(products) and len(products[-1].dims) == _LOGITS_DIMS
+    is_of_tokens = bool(products) and len(products[-1].dims) == LOGITS_DIMS
     message = "makes its loss of no logits of each token, [batch, sequence, vocabulary], by a product with a weight"
     require((is_of_tokens, "module", message))
     (logits,) = products[-1:]

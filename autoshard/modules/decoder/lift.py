@@ -15,7 +15,7 @@ from autoshard.graph.decoder import decoder_graph
 from autoshard.graph.kinds.experts import TopK
 from autoshard.modules.capture import Captured
 from autoshard.modules.decoder.clusters import Clusters
-from autoshard.modules.decoder.ends import loss_notes, trained_end, up_to_logits
+from autoshard.modules.decoder.ends import LOGITS_DIMS, loss_notes, trained_end, up_to_logits
 from autoshard.modules.decoder.kinds import WrittenKinds, written_kinds
 from autoshard.modules.decoder.layers import WrittenPart, opaque_notes
 from autoshard.modules.decoder.naming import own_name
@@ -31,7 +31,6 @@ from autoshard.spec.model_parts import TracedDecoder
 from autoshard.spec.workload import Precision, Workload
 
 _ANY = Workload(seq_len=64, global_batch=1, precision=Precision.named("bf16"))
-_LOGITS_DIMS = 3  # batch, sequence, vocabulary
 _MOST_SAID = 3  # differences from a card
 _TABLE = "torch_engine"  # of kernels; what operations compute is the same with each
 
@@ -155,7 +154,7 @@ def _ends(stack: Stack) -> tuple[Mapping[Dim, str], WrittenPart, WrittenPart]:
     shape = " ".join(dims.get(dim, str(dim.size)) for dim in head[-1].dims)
     message = f"returns [{shape}], not the logits of each token, [batch seq vocabulary]"
     is_made = logit_dims == [dim for dim in products[-1].weights[0].dims if dim in products[-1].dims]
-    require((len(head[-1].dims) == _LOGITS_DIMS and is_made, "module", message))
+    require((len(head[-1].dims) == LOGITS_DIMS and is_made, "module", message))
     for dim in (*logit_dims, words.weights[0].dims[0]):
         if dim.size == logit_dims[0].size:
             dims.setdefault(dim, "vocab")

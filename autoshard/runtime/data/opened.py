@@ -159,7 +159,7 @@ def open_source(spec: DataSpec, *, seq_len: int, vocab: int, seed: int, separate
 def source_of(plan: Plan, spec: DataSpec, seed: int) -> SampleSource:
     """Open the sets of a recipe as a plan reads them."""
     of_code = spec.sets and plan.code is not None and plan.code.own_loss
-    message = "is answers, and the loss that the code makes counts what it likes. Let the code return logits"
+    message = "is answers, and code that makes its own loss is not told which tokens these are. Let it return logits"
     require((not of_code or spec.loss_on == "all", "data.loss_on", message))
     separate = plan.workload.documents == "separate"
     return open_source(spec, seq_len=plan.workload.seq_len, vocab=plan.model.vocab, seed=seed, separate=separate)

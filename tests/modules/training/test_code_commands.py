@@ -151,7 +151,7 @@ def test_a_loss_of_the_code_is_no_mean_over_answers_and_needs_two_sequences(type
     assert typed(f"plan --module mine.py:smoothed {ASKED} --fix tp=2,mbs=2")[0] == 0
     Path("text.txt").write_text("word " * 200)
     code, _, err = typed("run plan.json --steps 1 --data.set text.txt --data.loss-on answers")
-    assert code == 2 and "data.loss_on: is answers, and the loss that the code makes" in err, err
+    assert code == 2 and "data.loss_on: is answers, and code that makes its own loss" in err, err
 
 
 def names_of(state: dict[str, torch.Tensor], *without: str) -> dict[str, torch.Tensor]:
