@@ -7,7 +7,7 @@ from fractions import Fraction
 from functools import partial
 from types import FunctionType
 
-from autoshard.errors import inside
+from autoshard.errors import inside, require
 from autoshard.extensions import EXTENSIONS
 from autoshard.graph.block import Block, OpGraph
 from autoshard.graph.builder import BlockBuilder, finish
@@ -17,6 +17,7 @@ from autoshard.graph.kinds.experts import Dispatch
 from autoshard.graph.kinds.indexing import Lookup, Pick
 from autoshard.graph.kinds.linear import Einsum
 from autoshard.graph.kinds.norm import MeanSquare, Norm, Rescale
+from autoshard.graph.kinds.opaque import Opaque
 from autoshard.graph.kinds.optimizer import ClipScale
 from autoshard.graph.kinds.pointwise import Add, Cast, Multiply, Reduce, Unary
 from autoshard.graph.kinds.sinks import SinkAttend
@@ -151,7 +152,10 @@ def _head_block(model: ModelSpec, workload: Workload, kernels: Kernels) -> Block
 def _with_loss(b: BlockBuilder, model: ModelSpec, kernels: Kernels, ends: tuple[str, str]) -> Block:
     """Finish the head, whose ``ends`` are the hidden state that it takes and its logits."""
     x, logits = ends
-    emit_loss(b, logits)
+    if model.traced and model.traced.data:
+        _emit_sample_loss(b, logits)
+    else:
+        emit_loss(b, logits)
     ties = {"unembed.weight": None} if model.tied_embeddings else {}
     return finish(b, "head", kernels, takes=(x,), gives=("loss",), ties=ties)
 
@@ -171,6 +175,17 @@ def emit_loss(b: BlockBuilder, logits: str) -> None:
     token_loss = b.emit("token_loss", Add(sign=-1), log_total, picked)
     weighted = b.emit("weighted", Multiply(), token_loss, token_weight)
     b.emit("loss", Reduce(function="sum", over=("batch", "seq")), weighted)
+
+
+def _emit_sample_loss(b: BlockBuilder, output: str) -> None:
+    """Emit a loss of which nothing is known but that each sample has its own part of the sum."""
+    dims = b.tensors[output].dims
+    require(("batch" in dims, "head", f"ends in [{' '.join(dims)}], and each sample must have a result"))
+    whole = tuple(dim for dim in dims if dim != "batch")
+    part = b.emit("sample_loss", Opaque(does="loss", dims=("batch",), whole=whole), output)
+    if b.tensors[part].dtype != "fp32":
+        part = b.emit("sample_loss_fp32", Cast(dtype="fp32"), part)
+    b.emit("loss", Reduce(function="sum", over=("batch",)), part)
 
 
 def _traced_blocks(model: ModelSpec, traced: TracedDecoder, workload: Workload, kernels: Kernels) -> tuple[Block, ...]:

@@ -98,7 +98,7 @@ def _local(text: str, function: Callable[..., Any]) -> Callable[..., Any]:
     code, title = getattr(function, "__code__", None), getattr(function, "__qualname__", type(function).__name__)
     where = f'File "{code.co_filename}", line {code.co_firstlineno}, in {title}' if code else title
     stated_dims = LocalDims.of(text, where) if text else None
-    operation = _operation(function, where, title.replace("<locals>", "").replace("<lambda>", "unnamed"))
+    operation = registered(function, where, title.replace("<locals>", "").replace("<lambda>", "unnamed"))
 
     @functools.wraps(function, updated=())
     def call(*tensors: Any, **keywords: Any) -> Any:
@@ -111,9 +111,13 @@ def _local(text: str, function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _operation(function: Callable[..., Any], where: str, title: str) -> Any:
-    """Register a function as an operation of torch; the operation's last argument is the text of the dims."""
-    space, name = (re.sub(r"\W+", "_", text).strip("_") for text in (NAMESPACE + function.__module__, title))
+def registered(function: Callable[..., Any], where: str, title: str) -> Any:
+    """Register a function as an operation of torch; the operation's last argument is the text of the dims.
+
+    ``where`` says where it is written, and ``title`` what it is called.
+    """
+    module = getattr(function, "__module__", "torch")  # which functions of C++ do not say
+    space, name = (re.sub(r"\W+", "_", text).strip("_") for text in (NAMESPACE + module, title))
     free = (f"{name}_{count}" if count else name for count in itertools.count())
     name = next(candidate for candidate in free if not hasattr(getattr(torch.ops, space), candidate))
 

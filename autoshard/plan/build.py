@@ -107,8 +107,11 @@ def cut_atoms(candidate: Candidate, model: ModelSpec) -> frozenset[str]:
 def padding_of(model: ModelSpec, tp: int) -> Mapping[str, int]:
     """Return the dims that must grow to divide by tp; empty when all do.
 
-    A vocabulary is cut over tp by embedding, head and loss; 50257 entries over 8 ranks become 50264.
+    A vocabulary is cut over tp by embedding, head and loss; 50257 entries over 8 ranks become 50264. Where samples are
+    no tokens there is none.
     """
+    if model.traced and model.traced.data:
+        return {}
     padded = -(-model.vocab // tp) * tp
     return {} if padded == model.vocab else {"vocab": padded}
 

@@ -3,8 +3,43 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from autoshard.errors import require
+from autoshard.graph.op import Array
+from autoshard.spec.record import option
 from autoshard.spec.repeats import expand_counts
+
+
+def data_key(argument: str) -> str:
+    """Return what a batch calls the tensors that an argument takes."""
+    return f"data.{argument}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataArgument:
+    """A tensor that every sample brings: the argument that takes it, its shape without the batch, and its format.
+
+    Whole numbers of the example inputs are below ``below``; where these have no numbers, it is 2.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str  # as torch names it: float32
+    below: int = option(0)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether its numbers are whole ones."""
+        return self.below > 0
+
+    def drawn(self, generator: np.random.Generator) -> Array:
+        """Draw the tensor of a sample: normal numbers, whole ones below those of the example, or a coin for each."""
+        if self.is_whole:
+            return generator.integers(0, self.below, self.shape)
+        if self.dtype == "bool":
+            return np.asarray(generator.random(self.shape) < 1 / 2)
+        return np.asarray(generator.standard_normal(self.shape, np.float32))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,6 +56,7 @@ class PlannedCode:
     strategies: Mapping[str, Mapping[str, str]] = field(default_factory=dict[str, Mapping[str, str]], hash=False)
     own_loss: bool = False  # whether the code returns its loss, and no logits
     unrun: str = ""
+    data: tuple[DataArgument, ...] = option(())  # of samples that are no tokens
 
     def __post_init__(self) -> None:
         is_whole = bool(self.unrun) or bool(self.order and self.fingerprints and self.strategies)

@@ -23,6 +23,7 @@ EngineMode = Literal["literal", "generated", "compiled"]
 # One micro-batch, whole, in the order of the sequence: tokens, labels, token_weight, [sequences, positions] each;
 # positions, key_positions; samples, [sequences], their numbers among all that the run reads. Where documents are
 # separate also document_starts, [sequences, positions]: for every token the position of its document's first token.
+# Where samples are no tokens, these count positions alone, and data.NAME is what the argument NAME takes.
 Batch = Mapping[str, Array]
 
 

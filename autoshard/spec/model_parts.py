@@ -77,7 +77,8 @@ class TracedDecoder:
     """A decoder as its code computes it, where the options of a card do not say it: a line per forward operation.
 
     The head ends where the logits are made; the loss follows. ``sizes`` are those of dims that no card has, and
-    ``unlifted`` says what of the code is not in the lines, or only as work of which nothing else is known.
+    ``unlifted`` says what of the code is not in the lines, or only as work of which nothing else is known. Samples may
+    be other ``data`` than tokens: then the model makes its own loss of them, and has as many positions as its sequence.
     """
 
     embed: tuple[str, ...]
@@ -86,6 +87,7 @@ class TracedDecoder:
     sizes: Mapping[str, int] = field(hash=False)
     num_parameters: int
     unlifted: tuple[str, ...] = ()
+    data: tuple[str, ...] = option(())  # arguments that samples bring, where these are no tokens
 
     @property
     def lines(self) -> tuple[str, ...]:

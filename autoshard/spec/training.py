@@ -20,7 +20,8 @@ class DataSpec:
     """Sets of tokens, and how they are read; without a set the tokens are synthetic.
 
     Args:
-        sets: Each a folder of `autoshard tokenize`, a prefix of .bin and .idx, or a small .txt file, with its weight.
+        sets: Each a folder of `autoshard tokenize`, a prefix of .bin and .idx, or a small .txt file, with its weight;
+            of a module whose samples are no tokens, FILE.py:FUNCTION, which returns a data set.
         loss_on: Which tokens count in the loss: all, or only the answers of conversations.
         check: What is checked before the run: the sizes of all files, or (full) every byte of them.
     """
@@ -77,7 +78,8 @@ def _seen_from(sets: Mapping[str, float], folder: Path) -> Mapping[str, float]:
     """Return sets as seen from the folder of a recipe: a path that exists only from there leads there."""
 
     def is_there(path: Path) -> bool:
-        return path.exists() or path.with_name(f"{path.name}.idx").exists()
+        names = path.name, f"{path.name}.idx", path.name.partition(":")[0]
+        return any(path.with_name(name).exists() for name in names if name)
 
     beside = {name: is_there(folder / name) and not is_there(Path(name)) for name in sets}
     return {str(folder / name) if beside[name] else name: weight for name, weight in sets.items()}

@@ -32,6 +32,7 @@ LOCAL_MODEL = {"model_name": "gpt2-xl", "seq_len": 1024}
 
 DIFFERENT = {"kinds": (LayerKind(name="local", window=4096),), "order": "local/layer*79"}
 TRACED = TracedDecoder(embed=("a",), layer=("b",), head=("c",), sizes={}, num_parameters=1)
+OF_DATA = dataclasses.replace(TRACED, data=("images",))
 
 # rule, and what is special -> (question, candidate that breaks it, what the message must say, the same put right)
 NARROW = {
@@ -60,6 +61,8 @@ BREAKS = {
     "experts": (GPU | {"model_name": "mixtral-8x7b"}, "tp=1,ep=16", "8 experts of mixtral-8x7b", "tp=1,ep=8"),
     "ep-in-dp": (GPU | {"model_name": "mixtral-8x7b"}, "tp=4,ep=8,dp=4", "ep is cut out of dp", "tp=2,ep=8"),
     "positions": (GPU | {"model_name": "gpt2-xl"}, "tp=1", "learned positions for 1024 tokens only", None),
+    "positions-of-data": (GPU | {"seq_len": 4096, "model_changes": {"traced": OF_DATA}}, "tp=8",
+                          "positions. Leave --seq-len out", None),
     "interleaved-rounds": ({"global_batch": 1020}, "tp=32,pp=8,schedule=interleaved,vp=2",
                            "510 micro-batches do not divide by pp=8", None),
     "cp-seq": (GPU | {"seq_len": 8190}, "tp=1,cp=4", "a sequence of 8190 does not divide by 4", "tp=1,cp=2"),

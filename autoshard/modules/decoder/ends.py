@@ -1,7 +1,9 @@
 """What a decoder is trained by: the logits of its tokens, or a loss that it makes of them by itself."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
+
+import torch
 
 from autoshard.errors import require
 from autoshard.modules.capture import Captured
@@ -11,6 +13,7 @@ from autoshard.modules.reach import steps_to
 
 LOGITS, LOSS = "logits", "loss"
 LOGITS_DIMS = 3  # batch, sequence, vocabulary
+_TOKEN_DIMS = 2
 _NEITHER = (
     "returns neither logits of each token, [batch, sequence, vocabulary], nor a loss, which is one number; let it "
     "return one of them"
@@ -23,24 +26,42 @@ class TrainedEnd:
 
     name: str  # of the result
     value: Traced
-    logits: Traced
+    logits: Traced  # where samples are no tokens: what the last product with a weight makes of a sample
     is_loss: bool
+    data: tuple[str, ...] = ()  # the arguments that samples bring, where these are no tokens
 
 
-def trained_end(captured: Captured) -> TrainedEnd:
-    """Return the logits among a decoder's results: of this name, or the first that tokens have; else its loss."""
+def trained_end(captured: Captured, of_tokens: Collection[str]) -> TrainedEnd:
+    """Return the logits among a decoder's results: of this name, or the first that tokens have; else its loss.
+
+    A loss may be made of any samples, if the module reads other tensors beside the arguments ``of_tokens``.
+    """
     values = {
         result.name: result.read.value
         for result in captured.program.results
         if result.read and not result.read.value.is_index and not result.is_buffer
     }
-    of_tokens = {name: value for name, value in values.items() if len(value.dims) >= LOGITS_DIMS}
+    with_tokens = {name: value for name, value in values.items() if len(value.dims) >= LOGITS_DIMS}
     losses = {name: value for name, value in values.items() if not value.dims}
-    name = _named(LOGITS, values, of_tokens) or _named(LOSS, losses, losses)
+    data = data_arguments(captured, of_tokens) if losses else ()
+    name = ("" if data else _named(LOGITS, values, with_tokens)) or _named(LOSS, losses, losses)
     require((bool(name), "module", _NEITHER))
     value, is_loss = values[name], name in losses
-    logits = _logits_behind(captured.program, value) if is_loss else value
-    return TrainedEnd(name=name, value=value, logits=logits, is_loss=is_loss)
+    logits = _logits_behind(captured.program, value, data) if is_loss else value
+    return TrainedEnd(name=name, value=value, logits=logits, is_loss=is_loss, data=data)
+
+
+def data_arguments(captured: Captured, of_tokens: Collection[str]) -> tuple[str, ...]:
+    """Return the arguments that samples bring, if tokens alone do not do; none if these are all that is read."""
+    exported = captured.exported
+    read_nodes = {node.name for node in exported.part([*captured.inputs.values()]).graph.nodes if node.users}
+    examples = {
+        name: example
+        for name, example in exported.arguments.items()
+        if name in read_nodes and isinstance(example, torch.Tensor)
+    }
+    is_plain = all(name in of_tokens and example.dim() == _TOKEN_DIMS for name, example in examples.items())
+    return () if is_plain else tuple(examples)
 
 
 def up_to_logits(captured: Captured, end: TrainedEnd) -> Captured:
@@ -68,21 +89,23 @@ def up_to_logits(captured: Captured, end: TrainedEnd) -> Captured:
 
 def loss_notes(end: TrainedEnd) -> Iterator[str]:
     """Say what the plan of a decoder with a loss of its own does not say."""
-    if end.is_loss:
+    if end.is_loss and not end.data:
         yield "its own loss is planned as the cross-entropy of its logits"
+    if end.data:
+        yield f"what follows {end.logits.name} up to its loss is planned by its work alone"
 
 
 def _named(usual: str, values: Mapping[str, Traced], usable: Mapping[str, Traced]) -> str:
     return usual if usual in values else next(iter(usable), "")
 
 
-def _logits_behind(program: TracedProgram, loss: Traced) -> Traced:
-    """Return what the last product with a weight makes for each token, with its bias, of those behind a loss."""
+def _logits_behind(program: TracedProgram, loss: Traced, data: Collection[str]) -> Traced:
+    """Return what the last product with a weight makes, with its bias, of those behind a loss: logits of each token."""
     steps = steps_to(program.steps, [loss])
     products = [step.makes for step in steps if step.sort == "product" and _has_weight(step)]
     is_of_tokens = bool(products) and len(products[-1].dims) == LOGITS_DIMS
     message = "makes its loss of no logits of each token, [batch, sequence, vocabulary], by a product with a weight"
-    require((is_of_tokens, "module", message))
+    require((is_of_tokens or (bool(products) and bool(data)), "module", message))
     (logits,) = products[-1:]
     readers = [step for step in steps if any(read.value is logits for read in step.reads)]
     shifts = [step.makes for step in readers if name_of(step) in ("add", "add_") and _has_weight(step)]

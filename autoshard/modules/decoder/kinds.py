@@ -148,7 +148,8 @@ def _sights(captured: Captured, stack: Stack, layers: Sequence[tuple[Sequence[Pi
         if attend is None:
             continue
         assert attend.attention, "attention is known"
-        masks = tuple(mask for mask in attend.inputs if len(mask.dims) > 1 and mask.dims[-1].size == tokens.size)
+        of_scores = (mask for mask in attend.inputs if len(mask.dims) > 1 and mask.dims[-1].size == tokens.size)
+        masks = tuple(mask for mask in of_scores if mask.name in captured.inputs)
         if not masks:
             is_limited = attend.attention.is_causal or bool(attend.attention.extras)
             sights[number] = Sight(window=None, is_of_all=not is_limited)

@@ -14,14 +14,15 @@ from autoshard.graph.block import OpGraph
 from autoshard.graph.decoder import decoder_graph
 from autoshard.graph.kinds.experts import TopK
 from autoshard.modules.capture import Captured
+from autoshard.modules.decoder.arguments import token_arguments
 from autoshard.modules.decoder.clusters import Clusters
-from autoshard.modules.decoder.ends import LOGITS_DIMS, loss_notes, trained_end, up_to_logits
+from autoshard.modules.decoder.ends import LOGITS_DIMS, TrainedEnd, loss_notes, trained_end, up_to_logits
 from autoshard.modules.decoder.kinds import WrittenKinds, written_kinds
 from autoshard.modules.decoder.layers import WrittenPart, opaque_notes
 from autoshard.modules.decoder.naming import own_name
 from autoshard.modules.decoder.pieces import Piece, SegmentFlow, parameters_of, products_of
 from autoshard.modules.decoder.recognise import recognised
-from autoshard.modules.decoder.segments import Segment, Stack, stack_of
+from autoshard.modules.decoder.segments import Segment, Stack, stack_of, with_inputs_beside
 from autoshard.modules.decoder.writing import LineWriter
 from autoshard.modules.dims import Dim, factors, size_of
 from autoshard.modules.program import Traced
@@ -42,26 +43,27 @@ def lift_decoder(
 
     ``differences`` say why it is not the card of its config, if it has one.
     """
-    end = trained_end(captured)
+    end = trained_end(captured, token_arguments(module, captured.exported.arguments))
     captured = up_to_logits(captured, end)
-    stack = stack_of(captured.program, end.logits)
-    dims, embed, head = _ends(stack)
+    stack = with_inputs_beside(stack_of(captured.program, end.logits))
+    dims, embed, head = _ends(stack, end)
     _refuse_shared(captured, stack)
     layers = written_kinds(captured, stack, [_pieces(segment) for segment in stack.layers], dims)
     leaks = "sees what comes after a token, which logits are trained to tell. Let the module return a loss of its own"
     require((end.is_loss or not layers.sees_all, stack.layers[0].name, leaks))
     positions: Any = getattr(getattr(module, "config", None), "max_position_embeddings", None)
     length = next(dim.size for dim, name in dims.items() if name == "seq")
-    traits = {"max_positions": int(positions or length), "ffn": embed.traits["hidden"]}
+    traits = {"max_positions": int((not end.data and positions) or length), "ffn": embed.traits["hidden"]}
     traits |= {**embed.traits, **layers.traits, **head.traits}
     traced = TracedDecoder(
         embed=embed.lines, layer=layers.parts[LAYER].lines, head=head.lines,
-        sizes={**embed.sizes, **layers.sizes, **head.sizes}, num_parameters=1,
+        sizes={**embed.sizes, **layers.sizes, **head.sizes}, num_parameters=1, data=end.data,
     )  # fmt: skip
     model = ModelSpec(name=name, source=source, **traits, traced=traced)
     count, total = _graph(model, stack).num_parameters(), sum(parameter.numel() for parameter in module.parameters())
     notes = [*embed.notes, *(note for part in layers.parts.values() for note in part.notes), *layers.notes, *head.notes]
     notes += _left_out(model, stack, (embed, head), layers)
+    notes += [f"{value.name} goes along beside the hidden state, and is planned as an input" for value in stack.beside]
     notes += [f"{total - count:,} of {total:,} parameters are not in the plan"] if count < total else []
     more = f"{count - total:,} parameters more than the {total:,} of the code: some are used more than once"
     notes += [f"the plan has {more}, and planned for each use"] if count > total else []
@@ -131,24 +133,27 @@ def _branches_in_order(pieces: tuple[Piece, ...], segment: Segment) -> tuple[Pie
     return pieces
 
 
-def _ends(stack: Stack) -> tuple[Mapping[Dim, str], WrittenPart, WrittenPart]:
+def _ends(stack: Stack, end: TrainedEnd) -> tuple[Mapping[Dim, str], WrittenPart, WrittenPart]:
     """Return the embedding and the head, with the names of the dims that layers share with them."""
     embed, head = _pieces(stack.embed), _pieces(stack.head)
     carried = zip((factors(position)[0] for position in stack.carried), ("batch", "seq", "hidden"), strict=True)
     dims: dict[Dim, str] = dict(carried)
+    attends = next((name for name, pieces in (("embed", embed), ("head", head)) if _has(pieces, "attend")), None)
+    require((attends is None, "module", f"attends in its {attends} too; all layers must be in one list"))
+    traits: dict[str, Any] = {"num_layers": len(stack.layers)}
+    traits |= {"hidden": stack.carried[2][0].size, "positions": "rotary"}
+    if end.data:
+        traits |= {"vocab": 1}
+        return dims, _end(stack.embed, embed, {}, dims, traits), _end(stack.head, head, {}, dims, {})
     batch = next(dim for dim, name in dims.items() if name == "batch")
     rows = [piece for piece in embed if piece.kind == "rows"]
     words = next((piece for piece in rows if batch in piece.dims), None)
     products = [piece for piece in head if piece.kind == "product"]
-    attends = next((name for name, pieces in (("embed", embed), ("head", head)) if _has(pieces, "attend")), None)
     require(
-        (attends is None, "module", f"attends in its {attends} too; all layers must be in one list"),
         (words is not None, "module", "looks no tokens up in a table of weights (nn.Embedding)"),
         (bool(products), "module", "makes the first of what it returns with no product; logits must come first"),
     )
     assert words, "it was just asked for"
-    traits: dict[str, Any] = {"num_layers": len(stack.layers)}
-    traits |= {"hidden": stack.carried[2][0].size, "positions": "rotary"}
     traits["tied_embeddings"] = products[-1].weights[0].value is words.weights[0].value
     logit_dims = [dim for dim in head[-1].dims if dims.get(dim) not in ("batch", "seq")]
     shape = " ".join(dims.get(dim, str(dim.size)) for dim in head[-1].dims)

@@ -79,7 +79,7 @@ class Piece:
     @property
     def functions(self) -> tuple[str, ...]:
         """The names of its functions, in order."""
-        return tuple(name_of(step) for step in self.steps if not is_same(step))
+        return tuple(name_of(step).lstrip("_") for step in self.steps if not is_same(step))
 
 
 class SegmentFlow:
@@ -165,7 +165,7 @@ def parameters_of(steps: Sequence[TracedStep]) -> Iterator[Read]:
 
 def products_of(step: TracedStep) -> Iterator[Position]:
     """Yield the dims of the products of matrices that a step computes."""
-    yield from step.products
+    yield from map(factors, step.products)
     if step.sort == "product":
         dims = (*(dim for read in step.reads for dim in shape(read.positions)), *step.makes.dims)
         yield tuple(dict.fromkeys(dims))

@@ -1,19 +1,22 @@
 """A decoder that a user's function makes, read without its weights."""
 
-import inspect
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
 
 from autoshard.errors import Fault, InputError, inside, require
 from autoshard.extensions import user_function
-from autoshard.modules.capture import capture
+from autoshard.modules.capture import Captured, capture
+from autoshard.modules.decoder.arguments import argument_of_next, first_argument, token_arguments
 from autoshard.modules.decoder.cards import card_match
+from autoshard.modules.decoder.ends import trained_end, up_to_logits
 from autoshard.modules.decoder.lift import lift_decoder
 from autoshard.modules.decoder.masks import NoValues
+from autoshard.modules.decoder.segments import joined_outside, merged_layers, with_joined_tokens
 from autoshard.spec.model import ModelSpec
 
 Show = Callable[[str], None]
@@ -23,7 +26,6 @@ _MOST = 16384  # masks are evaluated: a byte for each pair
 _NOT_ITS_CARD = "it is not the card of its config"
 _OWN_INPUTS = "it was given inputs of its own, and cards are compared for tokens alone"
 _MIXED = "to be on the same device"  # as torch says of code that makes masks where its weights are not
-_NEXT = ("targets", "target", "target_ids", "target_seq")
 _SEQUENCES = 2  # so that a batch is a dim
 
 
@@ -79,13 +81,25 @@ def read_decoder(
             return match.card
         try:
             show("tracing its operations")
-            captured = capture(module, inputs or _tokens(module, seq_len))
+            asked = inputs or _tokens(module, seq_len)
+            captured = captured_stack(module, lambda: capture(module, asked), token_arguments(module, asked))
             return lift_decoder(captured, module, differences=differences if match.card else (), **titles)
         except NoValues:
             raise
         except InputError as error:
             said = [Fault(where="config", message=f"{_NOT_ITS_CARD}: {what}") for what in differences[:1]]
             raise InputError([*error.faults, *(said if match.card else [])]) from error
+
+
+def captured_stack(module: torch.nn.Module, trace: Callable[[], Captured], of_tokens: Collection[str]) -> Captured:
+    """Trace a stack of layers, again if these see a sequence that is a product of dims: then it is one dim for them."""
+    captured = trace()
+    names = merged_layers(up_to_logits(captured, trained_end(captured, of_tokens)).program)
+    if not names:
+        return captured
+    with with_joined_tokens(module, names):
+        joined = trace()
+    return replace(joined, program=joined_outside(joined.program))
 
 
 @contextmanager
@@ -147,22 +161,3 @@ def _tokens(module: torch.nn.Module, seq_len: int | None) -> Mapping[str, Any]:
     length = min(seq_len or usual, _MOST)
     names = filter(None, (first_argument(module), argument_of_next(module)))
     return {name: torch.zeros(_SEQUENCES, length, dtype=torch.int64, device=device) for name in names}
-
-
-def first_argument(module: torch.nn.Module) -> str:
-    """Return the name of the argument that takes tokens."""
-    names = [parameter.name for parameter in inspect.signature(module.forward).parameters.values()]
-    require((bool(names), OPTION, "has a forward without arguments; a decoder takes tokens"))
-    return names[0]
-
-
-def argument_of_next(module: torch.nn.Module, inputs: Collection[str] = ()) -> str:
-    """Return the name of the argument that takes the next token of each; "" if there is none, or nothing asks for it.
-
-    ``inputs`` are arguments that somebody has given.
-    """
-    arguments = inspect.signature(module.forward).parameters.values()
-    asked_for = (
-        argument.name for argument in arguments if argument.default is argument.empty or argument.name in inputs
-    )
-    return next((name for name in asked_for if name in _NEXT), "")

@@ -15,7 +15,7 @@ from autoshard.graph.kinds.pointwise import Add, Multiply, Unary
 from autoshard.graph.op import Dims, OpKind
 from autoshard.graph.written import WrittenOp
 from autoshard.modules.decoder.naming import Roles, in_order
-from autoshard.modules.decoder.pieces import Piece, WeightPart
+from autoshard.modules.decoder.pieces import Piece, WeightPart, products_of
 from autoshard.modules.decoder.segments import Segment
 from autoshard.modules.dims import Dim, shown_hint, size_of
 from autoshard.modules.program import Traced
@@ -175,7 +175,7 @@ class LineWriter:
         seen |= {dim for operand in (*piece.weights, *piece.inputs) for dim in self._named(operand.dims)}
         whole = {self.dims[dim] for dim in piece.whole if dim in self.dims} & seen
         lost = seen - {*dims}
-        products = tuple(self._named(product) for step in piece.steps for product in step.products)
+        products = tuple(self._named(product) for step in piece.steps for product in products_of(step))
         kind = Opaque(
             does=".".join(piece.functions), dims=dims, whole=tuple(sorted(whole | lost)),
             num_functions=max(1, len(piece.functions)), products=products,

@@ -18,7 +18,8 @@ from autoshard.modules.decoder.segments import Stack
 from autoshard.modules.dims import Dim, factors
 from autoshard.modules.fingerprint import hash_of
 from autoshard.modules.nodes import Node
-from autoshard.modules.program import Traced, free_name
+from autoshard.modules.program import free_name
+from autoshard.modules.training.packing import Packing
 from autoshard.modules.training.parts import LOSS_SHARE, TAKEN, CodePart, code_parts
 from autoshard.plan.lowering import ENDS
 from autoshard.plan.recompute import Recompute
@@ -83,7 +84,10 @@ class CodeGraph:
 
 def code_graph(captured: Captured, stack: Stack, end: TrainedEnd, workload: Workload, num_sequences: int) -> CodeGraph:
     """Write a decoder down as the graph of a step on so many sequences."""
-    names, parts = _names(captured, stack, end.logits), list(code_parts(captured, stack))
+    packing = Packing.of(stack)
+    names, parts = _names(captured, stack, end), list(code_parts(captured, stack, packing))
+    if packing:
+        names = {**names, packing.carried[1][0]: free_name("rows", {*names.values()})}
     embed, *layers, head = parts
     ties = _ties(parts)
     writer = _GraphWriter(names=names, workload=workload, ties=ties)
@@ -114,14 +118,17 @@ def _kinds(layers: Sequence[Block]) -> tuple[Mapping[str, Block], tuple[str, ...
     return blocks, tuple(names[text] for text in hashes)
 
 
-def _names(captured: Captured, stack: Stack, logits: Traced) -> Mapping[Dim, str]:
+def _names(captured: Captured, stack: Stack, end: TrainedEnd) -> Mapping[Dim, str]:
     """Name all dims: those that parts hand on, and the words of the head, as cards do; no other as cards do."""
     names = dict(named_dims(captured.program))
-    message = "makes logits whose dims cannot be told apart as batch, sequence and vocabulary"
-    words, carried = factors(logits.positions[-1]), factors(dim for position in stack.carried for dim in position)
-    require((logits.dims == (*carried[:2], *words) and len(words) == 1, "module", message))
-    usual = {**dict(zip(carried, _CARRIED, strict=True)), words[0]: _WORDS}
-    require((len(usual) == len(_CARRIED) + 1, "module", message))
+    carried = factors(dim for position in stack.carried for dim in position)
+    usual: dict[Dim, str] = dict(zip(carried, _CARRIED, strict=True))
+    if not end.data:
+        message = "makes logits whose dims cannot be told apart as batch, sequence and vocabulary"
+        words = factors(end.logits.positions[-1])
+        require((end.logits.dims == (*carried[:2], *words) and len(words) == 1, "module", message))
+        usual[words[0]] = _WORDS
+        require((len(usual) == len(_CARRIED) + 1, "module", message))
     for dim, name in names.items():
         if dim not in usual and name in (*_CARRIED, _WORDS, *_CARDS_OWN):
             names[dim] = free_name(f"{name}_dim", {*names.values()})

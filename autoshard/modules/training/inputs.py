@@ -27,7 +27,7 @@ class CodeInputs:
     """Masks, tables of positions and tokens, which depend on no weight: every rank computes them of a whole batch."""
 
     def __init__(self, code: CodeGraph, arguments: Mapping[str, str], buffers: Tensors, seed: int) -> None:
-        """Take the code, the arguments that take tokens as a batch calls them, and the buffers of the module by path.
+        """Take the code, the arguments that samples bring as a batch calls them, and the buffers of the module by path.
 
         Random numbers follow from a seed.
         """
@@ -109,8 +109,11 @@ class CodeInputs:
         tokens = batch["tokens"]
         if self._last[0] is not tokens:
             count, examples = self._code.num_traced // len(tokens), self._code.captured.exported.arguments
-            wholes = {name: torch.from_numpy(batch[key]).to(torch.int64) for name, key in self._arguments.items()}
-            like = {name: whole.repeat(count, 1).to(examples[name].dtype) for name, whole in wholes.items()}
+            wholes = {name: torch.from_numpy(batch[key]) for name, key in self._arguments.items()}
+            like = {
+                name: whole.repeat(count, *[1] * (whole.dim() - 1)).to(examples[name].dtype)
+                for name, whole in wholes.items()
+            }
             self._last = tokens, self._values(self._changing, like, self._key(batch["samples"]))
         return self._last[1]
 

@@ -10,6 +10,7 @@ from autoshard.modules.dims import factors
 from autoshard.modules.nodes import Node
 from autoshard.modules.program import Origin, Read, Result, Traced, TracedProgram, TracedStep, free_name
 from autoshard.modules.reach import steps_to
+from autoshard.modules.training.packing import Packing
 
 TAKEN, GIVEN = "x", "y"
 LOSS_SHARE = "loss_share"  # of a micro-batch in the loss of a step
@@ -33,10 +34,11 @@ class CodePart:
     nodes: Mapping[str, Node]  # of the exported graph, which depend on no parameter
 
 
-def code_parts(captured: Captured, stack: Stack) -> Iterator[CodePart]:
-    """Yield embedding, layers and head."""
-    for segment in (stack.embed, *stack.layers, stack.head):
-        yield _Copier(captured, segment).part()
+def code_parts(captured: Captured, stack: Stack, packing: Packing | None) -> Iterator[CodePart]:
+    """Yield embedding, layers and head, which hand a packed tensor on if there is more than a hidden state."""
+    for segment in (stack.embed, *stack.layers):
+        yield _Copier(captured, segment, packing).part(hands_on=True)
+    yield _Copier(captured, stack.head, packing).part(hands_on=False)
 
 
 def joining(stack: Stack, logits: Traced) -> Iterator[tuple[str, str]]:
@@ -53,8 +55,8 @@ def joining(stack: Stack, logits: Traced) -> Iterator[tuple[str, str]]:
 class _Copier:
     """Copies a segment with names that do not say which layer it is."""
 
-    def __init__(self, captured: Captured, segment: Segment) -> None:
-        self.captured, self.segment = captured, segment
+    def __init__(self, captured: Captured, segment: Segment, packing: Packing | None) -> None:
+        self.captured, self.segment, self.packing = captured, segment, packing
         self.prefix = f"{segment.name}."
         self.copies: dict[Traced, Traced] = {}
         self.names = {*_USED}
@@ -62,10 +64,12 @@ class _Copier:
         self.paths: dict[str, str] = {}
         self.nodes: dict[str, Node] = {}
 
-    def part(self) -> CodePart:
+    def part(self, *, hands_on: bool) -> CodePart:
         """Return the copy."""
         steps = tuple(self._step(step) for step in self.segment.steps)
         gives = self.copies[self.segment.gives]
+        if self.packing:
+            steps, gives = self._packed(self.packing, steps, gives, hands_on=hands_on)
         result = Result(
             name=GIVEN, read=Read(value=gives, positions=gives.positions), is_seeded=True, is_trained=True
         )  # fmt: skip
@@ -75,6 +79,23 @@ class _Copier:
             values=values, steps=steps, results=(result,), modules={}, trained=trained, kept_whole=()
         )
         return CodePart(name=self.segment.name, program=program, gives=gives, paths=self.paths, nodes=self.nodes)
+
+    def _packed(
+        self, packing: Packing, steps: tuple[TracedStep, ...], gives: Traced, *, hands_on: bool
+    ) -> tuple[tuple[TracedStep, ...], Traced]:
+        """Return the steps of a part that takes and gives packed tensors, and what it gives."""
+        beside = packing.values[1:]
+        if hands_on:
+            slots = [gives, *map(self._value, beside)]
+            gives = packing.packed(gives, free_name("packed", self.names), "made")
+            steps = (*steps, packing.packing(gives, slots))
+        if self.segment.takes:
+            arriving = packing.packed(self.copies[self.segment.takes], TAKEN, "carried")
+            slots = [self.copies.get(value) for value in (self.segment.takes, *beside)]
+            steps = (*packing.unpacking(arriving, slots), *steps)
+            self.copies[arriving] = arriving
+        self.copies[gives] = gives
+        return steps, gives
 
     def _step(self, step: TracedStep) -> TracedStep:
         reads = tuple(
@@ -89,8 +110,11 @@ class _Copier:
         """Return the copy of a value that a step reads."""
         if value in self.copies:
             return self.copies[value]
-        if value is self.segment.takes:
+        if value is self.segment.takes and not self.packing:
             return self._copy(value, TAKEN, "carried")
+        if self.packing and self.segment.takes and value in (self.segment.takes, *self.packing.values[1:]):
+            name = "state" if value is self.segment.takes else "beside"
+            return self._copy(value, free_name(name, self.names), "made")
         if value.origin == "parameter":
             path = self.captured.parameters[value.name]
             owner, _, leaf = self._inside(path).rpartition(".")

@@ -49,12 +49,13 @@ def made_code(plan: Plan, seed: int | None) -> TracedCode:
 def _planned(plan: Plan, source: str) -> PlannedCode:
     _refuse_unfit(plan)
     try:
-        graph = traced_source(plan, source, on_meta=True).graph
+        code = traced_source(plan, source, on_meta=True)
     except NoValues:
-        graph = traced_source(plan, source, on_meta=False).graph
+        code = traced_source(plan, source, on_meta=False)
+    graph = code.graph
     return PlannedCode(
         source=source, order=compress(graph.graph.order), fingerprints=graph.fingerprints,
-        strategies=solved_tables(graph, plan), own_loss=LOSS_SHARE in graph.blocks["head"].tensors,
+        strategies=solved_tables(graph, plan), own_loss=LOSS_SHARE in graph.blocks["head"].tensors, data=code.data,
     )  # fmt: skip
 
 

@@ -17,6 +17,7 @@ from autoshard.modules.training.layouts import code_programs
 from autoshard.modules.training.planning import made_code, traced_source
 from autoshard.modules.training.reading import TracedCode
 from autoshard.modules.verifying import BAR
+from autoshard.plan.code import data_key
 from autoshard.plan.plan import Plan
 from autoshard.plan.proof import BlockProof, Proof
 from autoshard.spec.mesh import Mesh
@@ -68,9 +69,11 @@ def _arrays(code: TracedCode, block: Block, generator: np.random.Generator) -> M
     """Return the module's weights, inputs as the code makes them of random tokens, and random numbers for all else."""
     sizes, inputs = code.graph.graph.sizes, code.inputs(0)
     instance = next(name for name, its in code.graph.graph.instances() if its.kind == block.kind)
-    words, shape = sizes["vocab"], (sizes["batch"], sizes["seq"])
+    words, shape = sizes.get("vocab", 1), (sizes["batch"], sizes["seq"])
     tokens, labels = (generator.integers(0, words, shape) for _ in range(2))
     batch = {"tokens": tokens, "labels": labels, "samples": np.arange(shape[0])}
+    for argument in code.data:
+        batch[data_key(argument.name)] = np.stack([argument.drawn(generator) for _ in range(shape[0])])
     outputs = {name for op in block.ops for name in op.outputs}
     arrays: dict[str, Array] = {}
     for tensor in block.tensors.values():

@@ -12,14 +12,16 @@ from autoshard.engine.torch.formats import Formats
 from autoshard.errors import InputError, require
 from autoshard.graph.op import Array
 from autoshard.modules.capture import Captured, read
+from autoshard.modules.decoder.arguments import data_examples, planned_data, token_arguments
 from autoshard.modules.decoder.ends import trained_end
-from autoshard.modules.decoder.reading import argument_of_next, first_argument, without_caches
+from autoshard.modules.decoder.reading import captured_stack, without_caches
 from autoshard.modules.decoder.segments import stack_of
 from autoshard.modules.export import ExportedModule
 from autoshard.modules.program import in_double
 from autoshard.modules.training.graph import CodeGraph, code_graph
 from autoshard.modules.training.inputs import CodeInputs
 from autoshard.modules.training.parts import joining
+from autoshard.plan.code import DataArgument, data_key
 from autoshard.plan.plan import Plan
 
 _FEWEST = 2  # sequences, so that a batch is a dim
@@ -30,7 +32,8 @@ class TracedCode:
     """A decoder, and the graph of its code for one plan; ``buffers`` are those of the module, by path."""
 
     module: torch.nn.Module
-    arguments: Mapping[str, str]  # those that take tokens, with what a batch calls them
+    arguments: Mapping[str, str]  # those that samples bring, with what a batch calls them
+    data: tuple[DataArgument, ...]  # of samples that are no tokens
     graph: CodeGraph
     buffers: Mapping[str, torch.Tensor]
 
@@ -63,17 +66,23 @@ def traced_code(
 
     If it ``doubles``, the operations are those of the formats, and round nothing.
     """
-    dtype, following = formats.of(plan.workload.precision.activations), argument_of_next(module, inputs or ())
-    arguments = {first_argument(module): "tokens", **({following: "labels"} if following else {})}
-    count = plan.micro_batch * plan.mesh.size("dp")
+    dtype, arguments = formats.of(plan.workload.precision.activations), token_arguments(module, inputs or ())
+    count, model = plan.micro_batch * plan.mesh.size("dp"), plan.model
+    data = planned_data(inputs or {}, model.traced.data) if model.traced else ()
+    arguments = {argument.name: data_key(argument.name) for argument in data} or arguments
     device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
-    example = torch.zeros(max(count, _FEWEST), plan.workload.seq_len, dtype=torch.int64, device=device)
+    tokens = torch.zeros(max(count, _FEWEST), plan.workload.seq_len, dtype=torch.int64, device=device)
+    examples = data_examples(inputs or {}, data, len(tokens), dtype) if data else dict.fromkeys(arguments, tokens)
+    of_tokens = () if data else arguments
+
+    def traced() -> Captured:
+        exported = ExportedModule.of(module.train(), {**(inputs or {}), **examples})
+        return read(exported, results=[trained_end(read(exported), of_tokens).name])
+
     with without_caches(module), _in_format(module, dtype):
-        exported = ExportedModule.of(module.train(), {**(inputs or {}), **dict.fromkeys(arguments, example)})
-    captured = read(exported)
-    captured = read(exported, results=[trained_end(captured).name])
+        captured = captured_stack(module, traced, of_tokens)
     require(*((not why, where, why) for where, why in _faults(captured, arguments)))
-    end = trained_end(captured)
+    end = trained_end(captured, of_tokens)
     stack = stack_of(captured.program, end.value)
     alone = "is a mean over two sequences, of which a micro-batch has one. Plan with --fix mbs=2 or more sequences"
     require((not end.is_loss or count >= _FEWEST, end.name, alone))
@@ -88,7 +97,7 @@ def traced_code(
         stack = stack_of(captured.program, end.value)
     graph = code_graph(captured, stack, end, plan.workload, count)
     buffers = {path: buffer.detach() for path, buffer in module.named_buffers()}
-    return TracedCode(module=module, arguments=arguments, graph=graph, buffers=buffers)
+    return TracedCode(module=module, arguments=arguments, data=data, graph=graph, buffers=buffers)
 
 
 def _faults(captured: Captured, arguments: Mapping[str, str]) -> Iterator[tuple[str, str]]:
@@ -118,7 +127,8 @@ def _read_beside(captured: Captured, arguments: Mapping[str, str]) -> Iterator[t
     for name, example in exported.arguments.items():
         if name not in arguments and name in read_nodes and isinstance(example, torch.Tensor):
             (tokens, *_), what = arguments, "the data of a run are tokens and, as targets, the next ones"
-            yield f"inputs.{name}", f"is read beside {tokens}, and {what}; make it inside"
+            remedy = "make it inside, or let the module return a loss: then samples may bring any tensors"
+            yield f"inputs.{name}", f"is read beside {tokens}, and {what}; {remedy}"
 
 
 @contextmanager

@@ -185,6 +185,14 @@ def positions(c: Columns) -> Verdict:
     yield f"seq_len={length}: {c.model.name} has learned positions for {have} tokens only. Use --seq-len {have} or less"
 
 
+@rule("seq_len", source=_DERIVED + "samples that are no tokens have as many positions as the code makes of them")
+def positions_of_data(c: Columns) -> Verdict:
+    have, length = c.model.max_positions, c.workload.seq_len
+    of_data = c.model.traced is not None and bool(c.model.traced.data)
+    yield not of_data or length == have
+    yield f"seq_len={length}: a sample of {c.model.name} has {have} positions. Leave --seq-len out"
+
+
 @rule("schedule", source=_NXD + "pipeline/scheduler.py get_step_schedule; Megatron-LM asks for the same")
 def interleaved_rounds(c: Columns) -> Verdict:
     in_rounds = tuple(name for name, builder in builders().items() if builder.in_rounds)

@@ -3,13 +3,15 @@
 import threading
 import time
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
 
 from autoshard.graph.kinds.indexing import random_document_starts
 from autoshard.graph.op import Array
+from autoshard.plan.code import data_key
 from autoshard.plan.plan import Plan
 from autoshard.run.protocol import Batch
 
@@ -26,6 +28,7 @@ class Samples:
     tokens: Array  # [count, seq_len + 1] int64: labels are the next tokens
     counted: Array  # [count, seq_len] bool: which labels count in the loss
     document_starts: Array  # [count, seq_len] int64: index of the first token of each token's document
+    data: Mapping[str, Array] = field(default_factory=dict[str, Array])  # by argument, where samples are no tokens
 
 
 class SampleSource(Protocol):
@@ -79,6 +82,7 @@ def batches(source: SampleSource, first_sample: int, shape: StepShape) -> tuple[
             "key_positions": along,
             "token_weight": weights[rows],
         }
+        batch |= {data_key(name): numbers[rows] for name, numbers in samples.data.items()}
         micro_batches.append(batch | ({"document_starts": samples.document_starts[rows]} if shape.separate else {}))
     return tuple(micro_batches)
 

@@ -258,6 +258,21 @@ class WeightTree:
         return whole * self.weight + ((rest * self.weight + _ONE // 2) >> _BITS)
 
 
+def sample_places(
+    shares: WeightTree, lengths: Sequence[int], seed: int, samples: tuple[int, int]
+) -> tuple[list[int], list[int]]:
+    """Return the set of each of some ``samples``, a first number and a count, and its number in that set."""
+    first, count = samples
+    which, before = shares.assigned(np.arange(first, first + count))
+    numbers = np.empty_like(before)
+    for number, length in enumerate(lengths):
+        epochs, places = np.divmod(before, length)
+        for epoch in np.unique(epochs[which == number]).tolist():
+            of_epoch = (which == number) & (epochs == epoch)
+            numbers[of_epoch] = permuted(places[of_epoch], length, (seed, number, epoch))
+    return which.tolist(), numbers.tolist()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CutStream:
     """A set, cut into samples, and what it weighs in the mixture."""
@@ -292,14 +307,8 @@ class DataMixture:
 
     def members(self, first: int, count: int) -> tuple[list[int], list[int]]:
         """Return the set of each sample, and its number in that set."""
-        which, before = self.shares.assigned(np.arange(first, first + count))
-        numbers = np.empty_like(before)
-        for number, cut_stream in enumerate(self.sets):
-            epochs, places = np.divmod(before, len(cut_stream.cut))
-            for epoch in np.unique(epochs[which == number]).tolist():
-                of_epoch = (which == number) & (epochs == epoch)
-                numbers[of_epoch] = permuted(places[of_epoch], len(cut_stream.cut), (self.seed, number, epoch))
-        return which.tolist(), numbers.tolist()
+        lengths = [len(cut_stream.cut) for cut_stream in self.sets]
+        return sample_places(self.shares, lengths, self.seed, (first, count))
 
     def _labels(self, span: TokenSpan) -> tuple[Array, Array]:
         """Return which labels count, and where the document of each token begins; what is padded is one of its own."""

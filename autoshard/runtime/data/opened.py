@@ -12,6 +12,7 @@ from autoshard.errors import Fault, InputError, require
 from autoshard.files import replace_text
 from autoshard.plan.plan import Plan
 from autoshard.runtime.data.batches import SampleSource, SyntheticTokens
+from autoshard.runtime.data.functions import DrawnData, MixedData
 from autoshard.runtime.data.indexed import (
     AGAIN,
     OpenFiles,
@@ -161,8 +162,12 @@ def source_of(plan: Plan, spec: DataSpec, seed: int) -> SampleSource:
     of_code = spec.sets and plan.code is not None and plan.code.own_loss
     message = "is answers, and code that makes its own loss is not told which tokens these are. Let it return logits"
     require((not of_code or spec.loss_on == "all", "data.loss_on", message))
-    separate = plan.workload.documents == "separate"
-    return open_source(spec, seq_len=plan.workload.seq_len, vocab=plan.model.vocab, seed=seed, separate=separate)
+    separate, length = plan.workload.documents == "separate", plan.workload.seq_len
+    if plan.code is not None and plan.code.data:
+        if not spec.sets:
+            return DrawnData(arguments=plan.code.data, seq_len=length, seed=seed)
+        return MixedData.opened(spec.sets, plan.code.data, length, seed)
+    return open_source(spec, seq_len=length, vocab=plan.model.vocab, seed=seed, separate=separate)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

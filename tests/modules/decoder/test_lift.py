@@ -294,14 +294,19 @@ class Open(OwnLayer):
         return self.mix(mixed.transpose(1, 2).reshape(x.shape))
 
 
+def as_layer(module: nn.Module) -> OwnLayer:
+    assert isinstance(module, OwnLayer)
+    return module
+
+
 class Twice(Own):
-    """Every layer reads the embedding as well."""
+    """Every layer hands two tensors on."""
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        first = x = self.words(tokens)
-        for block in self.blocks:
-            x = block(x) + first
-        return self.out(self.norm(x))
+        first = second = self.words(tokens)
+        for block in map(as_layer, self.blocks):
+            first, second = block(first + second), block.first(second)
+        return self.out(self.norm(first + second))
 
 
 def with_layers(*kinds: type[OwnLayer]) -> nn.Module:
@@ -311,8 +316,8 @@ def with_layers(*kinds: type[OwnLayer]) -> nn.Module:
 
 
 REFUSED: Mapping[str, tuple[Any, str]] = {
+    "two tensors that go on": (Twice, "blocks.0: reads 2 tensors of earlier parts (add"),
     "attention that is not causal": (lambda: with_layers(Open, Open), "blocks.0: sees what comes after a token, which"),
-    "two tensors that go on": (Twice, "the head: reads 2 tensors of earlier parts (add"),
     "experts that no topk chooses": (
         of_transformers("Phimoe", num_local_experts=4, num_experts_per_tok=2),
         "model.layers.0.mlp.experts: computes grouped_mm",

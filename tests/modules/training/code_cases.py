@@ -76,13 +76,13 @@ def compared(
     module = module.double() if exact else module
     code = traced_code(module, plan, formats)
     engine, generator = engine_of(plan, code, formats, mode), np.random.default_rng(0)
-    optimizer, steps = _adamw(module), list[tuple[float, float, float, float]]()
+    optimizer, steps = adamw(module), list[tuple[float, float, float, float]]()
     changed(module)
     for _ in range(_STEPS):
         batches = list(micro_batches(plan, generator))
         report = engine.step(batches, RATE)
         steps.append((report.loss, *_step(code, optimizer, batches, report.norm)))
-    error, weight = max(_errors(engine, code))
+    error, weight = max(weight_errors(engine, code))
     return Compared(steps=tuple(steps), error=error, weight=weight)
 
 
@@ -127,7 +127,7 @@ def micro_batches(plan: Plan, generator: np.random.Generator) -> Iterator[Mappin
         }  # fmt: skip
 
 
-def _adamw(module: nn.Module) -> torch.optim.Optimizer:
+def adamw(module: nn.Module) -> torch.optim.Optimizer:
     constants = Training().adamw
     decayed = [parameter for parameter in module.parameters() if parameter.dim() > 1]
     others = [parameter for parameter in module.parameters() if parameter.dim() <= 1]
@@ -160,7 +160,7 @@ def _step(code: TracedCode, optimizer: Any, batches: list[Any], norm: float) -> 
     return loss.item(), norm, own_norm.item()
 
 
-def _errors(engine: TorchEngine, code: TracedCode) -> Iterator[tuple[float, str]]:
+def weight_errors(engine: TorchEngine, code: TracedCode) -> Iterator[tuple[float, str]]:
     """Yield how far this rank's boxes of weights are from the module's, and of which weights they are."""
     for piece in engine.pieces():
         if piece.part == "weight" and piece.memory.numel():

@@ -47,6 +47,16 @@ class Gpt(nn.Module):
         return self.out(self.norm(x))
 
 
+class Recalling(Gpt):
+    """Every layer reads the embedding as well, and so does the head."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        first = x = self.words(tokens)
+        for layer in self.layers:
+            x = layer(x + 0.5 * first)
+        return self.out(self.norm(x) + first)
+
+
 class Smoothed(Gpt):
     """Returns its own loss: smoothed labels, and a penalty of large logits."""
 
@@ -314,9 +324,15 @@ def halves() -> nn.Module:
     return Mixed(AttentionLayer(), MlpLayer(), AttentionLayer(), MlpLayer())
 
 
+def recalling() -> nn.Module:
+    module = Recalling()
+    del module.places
+    return module
+
+
 UNLIKE: Mapping[str, Callable[[], nn.Module]] = {  # whose layers are of two kinds
     "first dense": first_dense, "dense by turns": turns, "widths": widths, "kinds of MLP": kinds_of_mlp,
-    "halves": halves,
+    "halves": halves, "recalling": recalling,
 }  # fmt: skip
 
 LOSSES: Mapping[str, Callable[[], nn.Module]] = {"smoothed": smoothed, "encoder": encoder, "told": told}

@@ -41,7 +41,9 @@ def default_sizes(
     Sizes(seq_len=32768, global_batch=128, why='batch: the largest power of two with at most 4,194,304 tokens')
     """
     documented = _documented(model, cluster, seq_len)
-    usual = documented.seq_len if documented else min(model.max_positions, LONGEST_DEFAULT)
+    of_data = model.traced is not None and bool(model.traced.data)  # which have one length
+    context = model.max_positions if of_data else min(model.max_positions, LONGEST_DEFAULT)
+    usual = documented.seq_len if documented else context
     length = usual if seq_len is None else seq_len
     fixed = documented.global_batch if documented else LOCAL_BATCH if cluster.name == LOCAL else None
     batch = fixed or 2 ** max(0, int(math.log2(TOKENS / max(1, length))))
@@ -51,7 +53,7 @@ def default_sizes(
         words = f"as {documented.vendor} documents for {documented.place(cluster.name)}"
         return Sizes(seq_len=length, global_batch=batch, why=f"{' and '.join(opened)}: {words}")
     why = {
-        "length": f"the model's context, at most {LONGEST_DEFAULT:,}",
+        "length": "of the samples" if of_data else f"the model's context, at most {LONGEST_DEFAULT:,}",
         "batch": f"the largest power of two with at most {TOKENS:,} tokens" if fixed is None else "for this machine",
     }
     return Sizes(seq_len=length, global_batch=batch, why="; ".join(f"{name}: {why[name]}" for name in opened))

@@ -1,0 +1,102 @@
+"""A stack whose samples are no tokens, by command: planned, proven, trained on a data set of a function, and back."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.conftest import Typed
+from tests.modules.training.own_samples import Diffusion, Vision
+from tests.modules.training.test_code_commands import losses
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+SOURCE = """
+import torch
+from tests.modules.training.own_samples import diffusion, pooled, vision
+
+class Stripes:
+    def __len__(self):
+        return 12
+    def __getitem__(self, number):
+        image = torch.zeros(3, 16, 16)
+        image[:, :: number % 3 + 1] = 1.0
+        return {"images": image, "labels": number % 3}
+
+def stripes():
+    return Stripes()
+
+def pairs():
+    return [(sample["images"], sample["labels"]) for sample in map(Stripes().__getitem__, range(12))]
+
+def narrow():
+    return [(torch.zeros(3, 8, 16), 0)]
+
+def unnamed():
+    return [{"images": torch.zeros(3, 16, 16)}]
+
+def broken():
+    return 5
+"""
+ASKED = "--cluster local --ranks 2 --global-batch 8 --precision fp32"
+STEPS = "--learning-rate 0.003 --schedule.warm-up-steps 0"
+
+
+@pytest.fixture(autouse=True)
+def a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine.py").write_text(SOURCE)
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_a_vision_transformer_learns_from_a_data_set_goes_on_under_another_plan_and_ends_in_the_module(typed: Typed):
+    for name, sizes in (("long", "pp=2,vp=1,mbs=4"), ("two", "dp=2,mbs=4")):
+        code, out, err = typed(f"plan --module mine.py:vision {ASKED} --fix {sizes} --out {name}.json")
+        assert code == 0 and "cannot train" not in " ".join(out.split()), err
+        assert json.loads(Path(f"{name}.json").read_text())["workload"]["seq_len"] == 17
+        code, out, err = typed(f"verify {name}.json --json")
+        assert code == 0 and max(block["error"] for block in json.loads(out)["code"]["blocks"]) < 1e-12, err
+    data = "--data.set mine.py:stripes"
+    for plan, number, folder in (("long", 6, "runs/both"), ("two", 12, "runs/both"), ("two", 12, "runs/two")):
+        code, _, err = typed(f"run {plan}.json --steps {number} --out {folder} {STEPS} {data}")
+        assert code == 0, err
+    both, two = losses("runs/both"), losses("runs/two")
+    assert [*both] == [*two] == [*range(1, 13)]
+    assert all(abs(both[step] - two[step]) < 1e-4 for step in both)
+    assert two[12] < 0.7 * two[1]
+    assert typed("convert runs/two two.pt")[0] == 0
+    Vision().load_state_dict(torch.load("two.pt"))
+    assert typed(f"run two.json --steps 12 --out runs/pairs {STEPS} --data.set mine.py:pairs")[0] == 0
+    assert losses("runs/pairs") == two  # a tuple has the tensors in the order of the arguments
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_a_diffusion_transformer_hands_its_condition_on(typed: Typed):
+    code, out, err = typed(f"plan --module mine.py:diffusion {ASKED} --fix pp=2,vp=1,mbs=4")
+    assert code == 0 and "goes along beside the hidden state, and is planned as an input" in " ".join(out.split()), err
+    code, out, err = typed("verify plan.json --json")
+    assert code == 0 and max(block["error"] for block in json.loads(out)["code"]["blocks"]) < 1e-12, err
+    assert typed("run plan.json --dry-run")[0] == 0
+    assert typed(f"run plan.json --steps 3 --out runs/made {STEPS}")[0] == 0
+    assert typed("convert runs/made made.safetensors")[0] == 0
+    assert len(Diffusion().state_dict())
+
+
+@pytest.mark.slow
+def test_a_data_set_that_does_not_fit_is_refused_with_its_sample(typed: Typed):
+    assert typed(f"plan --module mine.py:vision {ASKED} --fix dp=2,mbs=4")[0] == 0
+    Path("text.txt").write_text("word " * 200)
+    said = {
+        "mine.py:narrow": "images is [3, 8, 16] of float32, and the plan has [3, 16, 16] of float32",
+        "mine.py:unnamed": "sample 0 must be a mapping with images, labels, or a tuple of 2",
+        "mine.py:broken": "raised TypeError: object of type 'int' has no len()",
+        "mine.py:nothing": "has no function nothing",
+        "text.txt": "samples bring tensors: write FILE.py:FUNCTION",
+    }
+    for name, why in said.items():
+        code, _, err = typed(f"run plan.json --steps 1 --data.set {name} --out runs/none")
+        assert code == 2 and why in " ".join(err.split()), err
+    code, _, err = typed(f"plan --module mine.py:vision {ASKED} --seq-len 16 --out other.json")
+    assert code != 0 and "a sample of vision has 17 positions. Leave --seq-len out" in " ".join(err.split()), err
