@@ -294,17 +294,13 @@ class Open(OwnLayer):
         return self.mix(mixed.transpose(1, 2).reshape(x.shape))
 
 
-def as_layer(module: nn.Module) -> OwnLayer:
-    assert isinstance(module, OwnLayer)
-    return module
-
-
 class Twice(Own):
     """Every layer hands two tensors on."""
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         first = second = self.words(tokens)
-        for block in map(as_layer, self.blocks):
+        blocks: Any = self.blocks
+        for block in blocks:
             first, second = block(first + second), block.first(second)
         return self.out(self.norm(first + second))
 
