@@ -188,7 +188,7 @@ def _shape(state: Traced, name: str) -> list[Position]:
 
 def _takes(shape: Sequence[Position], name: str) -> str:
     sizes = ", ".join(str(size_of(position)) for position in shape)
-    return f"takes a tensor of [{sizes}]; the hidden state of a decoder is [batch, sequence, hidden]"
+    return f"takes a tensor of [{sizes}]; the hidden state of a stack is [batch, sequence, hidden]"
 
 
 def _layers(steps: Sequence[TracedStep]) -> tuple[str, list[int], int]:

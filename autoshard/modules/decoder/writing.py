@@ -166,13 +166,14 @@ class LineWriter:
         heads = {"kv_heads", "q_group"}  # of which one may be of size 1, and not be in the code
         same = next((dims for _, dims in read if {*dims} - heads == {*result_dims} - heads), None)
         dims = same or in_order(result_dims)
-        weights = [self._weight(f"{name}.weight{number or ''}", weight) for number, weight in enumerate(piece.weights)]
+        not_empty = [weight for weight in piece.weights if size_of(weight.dims)]
+        weights = [self._weight(f"{name}.weight{number or ''}", weight) for number, weight in enumerate(not_empty)]
         inputs = [
             f"{name}.input{number or ''}[{' '.join(self._named(value.dims))}]:{'int64' if value.is_index else 'fp32'}"
             for number, value in enumerate(value for value in piece.inputs if value.dims)
         ]
         seen = {dim for _, value_dims in read for dim in value_dims} | {*dims}
-        seen |= {dim for operand in (*piece.weights, *piece.inputs) for dim in self._named(operand.dims)}
+        seen |= {dim for operand in (*not_empty, *piece.inputs) for dim in self._named(operand.dims)}
         whole = {self.dims[dim] for dim in piece.whole if dim in self.dims} & seen
         lost = seen - {*dims}
         products = tuple(self._named(product) for step in piece.steps for product in products_of(step))

@@ -39,6 +39,7 @@ _BY_RULE: Mapping[Rule, tuple[str, ...]] = {
         "binary_cross_entropy_with_logits",
     ),
     norms.layer_norm: ("layer_norm", "rms_norm"),
+    norms.weight_norm: ("_weight_norm",),
     norms.group_norm: ("group_norm",),
     norms.batch_norm: (
         "batch_norm", "_native_batch_norm_legit_functional", "_native_batch_norm_legit_no_training",

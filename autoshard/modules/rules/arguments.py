@@ -31,6 +31,7 @@ _BY_ARGUMENTS = {
     "self start_dim end_dim": "flatten",
     "self dim sizes": "unflatten",
     "self dim0 dim1": "transpose",
+    "v g dim": "_weight_norm",
     "self dims": "permute flip",
     "self dim": "squeeze unsqueeze unbind argsort logcumsumexp cummax cummin glu",
     "tensors": "broadcast_tensors",

@@ -25,6 +25,16 @@ def layer_norm(reader: Reader, node: Node) -> None:
     reader.local(node, ([x, *weights], x.positions), x.positions[-count:])
 
 
+def weight_norm(reader: Reader, node: Node) -> None:
+    """Scale a weight to its norm over all axes but one, which may be cut; torch's kernel checks no shapes."""
+    weight, scale = reader.readings(node)
+    axis = node.args[2] if len(node.args) > 2 else 0
+    if axis >= 0 and scale.positions[axis]:
+        scale.agree(axis, weight.positions[axis])
+    whole = [position for place, position in enumerate(weight.positions) if place != axis]
+    reader.local(node, ([weight, scale], weight.positions), whole)
+
+
 def group_norm(reader: Reader, node: Node) -> None:
     """Normalise each group of channels, and all places, which need to be whole; groups may be cut."""
     x, *weights = reader.readings(node)
