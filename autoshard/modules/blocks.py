@@ -114,7 +114,7 @@ class ProgramWriter:
             name = b.add(value.name, dims, b.precision.weights, "parameter" if trained else "input")
             self.written[value] = b.emit(f"{name}_used", Alias(), name) if uses > 1 else name
         elif trained:
-            self.written[value] = b.add(value.name, dims)
+            self.written[value] = b.add(value.name, dims, self._dtype(value))
         else:
             self.written[value] = b.add(value.name, dims, self._dtype(value), "input")
 

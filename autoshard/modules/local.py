@@ -12,6 +12,7 @@ import torch
 from autoshard.errors import require
 
 NAMESPACE = "autoshard_local_"  # of the operations, with the name of their module behind
+OF_TORCH = f"{NAMESPACE}torch"  # of functions of torch
 _FORM = '"batch seq _, batch -> batch seq _": the dims of what it takes, an arrow, the dims of what it returns'
 MARK = "A function that autoshard.local marks may do so"
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -116,7 +117,7 @@ def registered(function: Callable[..., Any], where: str, title: str) -> Any:
 
     ``where`` says where it is written, and ``title`` what it is called.
     """
-    module = getattr(function, "__module__", "torch")  # which functions of C++ do not say
+    module = getattr(function, "__module__", None) or "torch"  # which functions of C++ do not say
     space, name = (re.sub(r"\W+", "_", text).strip("_") for text in (NAMESPACE + module, title))
     free = (f"{name}_{count}" if count else name for count in itertools.count())
     name = next(candidate for candidate in free if not hasattr(getattr(torch.ops, space), candidate))

@@ -47,6 +47,8 @@ class WrittenKinds:
         traits = _common_traits(self.parts.values(), self.parts[LAYER])
         windows = {*self.windows}
         traits |= {"window": self.windows[0] if len(windows) == 1 else None}
+        if "num_heads" not in traits:
+            traits |= {"num_heads": 1, "num_kv_heads": 1, "head_dim": 2}
         if len(self.parts) > 1:
             kinds = (self._kind(name, part, traits) for name, part in self.parts.items() if name != LAYER)
             traits |= {"kinds": tuple(kinds), "order": compress(self.order)}
@@ -74,6 +76,7 @@ def written_kinds(
     windows, sees_all = {number: sight.window for number, sight in sights.items()}, _all_are_seen(stack, sights)
     biased = any(sight.is_biased for sight in sights.values())
     notes = ["layer: what is added to the scores of attention by position is not in the plan"] if biased else []
+    notes += [] if sights else ["no layer has attention: what brings tokens together is planned by its work alone"]
     groups: dict[frozenset[str], list[int]] = {}
     for number, part in enumerate(plain):
         groups.setdefault(_said(part), []).append(number)
@@ -157,13 +160,12 @@ def _sights(captured: Captured, stack: Stack, layers: Sequence[tuple[Sequence[Pi
         if masks not in by_masks:  # layers share them
             by_masks[masks] = sight_of(captured, masks, segment.name)
         sights[number] = by_masks[masks]
-    require((bool(sights), stack.layers[0].name, "has no attention, and no other layer has; a decoder's layers have"))
     return sights
 
 
 def _all_are_seen(stack: Stack, sights: Mapping[int, Sight]) -> bool:
-    """Say whether tokens see what comes after them: in all layers, or in none."""
-    first, sees_all = next((number, sight.is_of_all) for number, sight in sights.items())
+    """Say whether tokens see what comes after them: in all layers, or in none. Without attention that is not known."""
+    first, sees_all = next(((number, sight.is_of_all) for number, sight in sights.items()), (0, False))
     name = stack.layers[first].name
     does, does_not = ("does", "does not")[:: -1 if sees_all else 1]
     message = f"{does} see what comes after a token, and {name} {does_not}. All layers must, or none"

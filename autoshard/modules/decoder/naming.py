@@ -24,11 +24,12 @@ class Roles:
 
     @classmethod
     def of(cls, pieces: Sequence[Piece], name: str, tokens: Dim) -> "Roles":
-        """Find attention, and what leads to and from it; where there is none, nothing may bring ``tokens`` together."""
+        """Find attention, and what leads to and from it; without any, no softmax may bring ``tokens`` together."""
         attends = [piece for piece in pieces if piece.kind == "attend"]
         forms = "softmax(q k) v in two products of two tensors each, or scaled_dot_product_attention"
         message = f"has {len(attends)} places of attention that are recognised ({forms}); a layer of a decoder has one"
-        require((len(attends) == 1 or (not attends and _keeps_tokens_apart(pieces, tokens)), name, message))
+        without = not attends and (_keeps_tokens_apart(pieces, tokens) or not _weighs(pieces))
+        require((len(attends) == 1 or without, name, message))
         if not attends:
             return cls(attend=None, chains={}, out=None, of_keys=frozenset())
         by_value = {piece.makes: piece for piece in pieces}
@@ -64,6 +65,11 @@ class Roles:
             "head_dim": head,
             "values": value_head,
         }
+
+
+def _weighs(pieces: Sequence[Piece]) -> bool:
+    """Say whether some piece could be attention that is not recognised."""
+    return any("softmax" in function or "attention" in function for piece in pieces for function in piece.functions)
 
 
 def _keeps_tokens_apart(pieces: Sequence[Piece], tokens: Dim) -> bool:

@@ -16,7 +16,7 @@ from autoshard.modules.decoder.cards import card_match
 from autoshard.modules.decoder.ends import trained_end, up_to_logits
 from autoshard.modules.decoder.lift import lift_decoder
 from autoshard.modules.decoder.masks import NoValues
-from autoshard.modules.decoder.segments import joined_outside, merged_layers, with_joined_tokens
+from autoshard.modules.decoder.segments import joined_outside, merged_layers, unify_tokens, with_joined_tokens
 from autoshard.spec.model import ModelSpec
 
 Show = Callable[[str], None]
@@ -81,8 +81,8 @@ def read_decoder(
             return match.card
         try:
             show("tracing its operations")
-            asked = inputs or _tokens(module, seq_len)
-            captured = captured_stack(module, lambda: capture(module, asked), token_arguments(module, asked))
+            examples = inputs or _tokens(module, seq_len)
+            captured = captured_stack(module, lambda: capture(module, examples), token_arguments(module, examples))
             return lift_decoder(captured, module, differences=differences if match.card else (), **titles)
         except NoValues:
             raise
@@ -92,14 +92,21 @@ def read_decoder(
 
 
 def captured_stack(module: torch.nn.Module, trace: Callable[[], Captured], of_tokens: Collection[str]) -> Captured:
-    """Trace a stack of layers, again if these see a sequence that is a product of dims: then it is one dim for them."""
+    """Trace a stack of layers, again if these see a sequence that is a product of dims: then it is one dim for them.
+
+    Where layers take it apart in chunks, it is one dim between every two.
+    """
     captured = trace()
-    names = merged_layers(up_to_logits(captured, trained_end(captured, of_tokens)).program)
-    if not names:
-        return captured
-    with with_joined_tokens(module, names):
-        joined = trace()
-    return replace(joined, program=joined_outside(joined.program))
+    for is_chunked in (False, True):
+        names = merged_layers(up_to_logits(captured, trained_end(captured, of_tokens)).program)
+        if names:
+            with with_joined_tokens(module, names, between=is_chunked):
+                captured = trace()
+            if is_chunked:
+                unify_tokens(up_to_logits(captured, trained_end(captured, of_tokens)).program)
+            else:
+                captured = replace(captured, program=joined_outside(captured.program))
+    return captured
 
 
 @contextmanager

@@ -13,7 +13,7 @@ import torch
 from torch.utils import _pytree as tree
 
 from autoshard.errors import InputError, require
-from autoshard.modules.dims import Position, factors, size_of
+from autoshard.modules.dims import Position, factors, size_of, unify
 from autoshard.modules.local import registered
 from autoshard.modules.program import Traced, TracedProgram, TracedStep
 from autoshard.modules.reach import steps_to
@@ -91,9 +91,9 @@ def merged_layers(program: TracedProgram) -> tuple[str, ...]:
 
 
 @contextmanager
-def with_joined_tokens(module: torch.nn.Module, names: Sequence[str]) -> Iterator[None]:
-    """Let the sequence be one dim for layers of these names, as long as their module is traced."""
-    first, last = module.get_submodule(names[0]), module.get_submodule(names[-1])
+def with_joined_tokens(module: torch.nn.Module, names: Sequence[str], *, between: bool) -> Iterator[None]:
+    """Let the sequence be one dim for layers of these names, or ``between`` every two, while a module is traced."""
+    into, out_of = (names, names) if between else ((names[0],), (names[-1],))
 
     def before(_: Any, arguments: Any, keywords: Any) -> Any:
         return _with_joined((arguments, keywords))
@@ -101,7 +101,8 @@ def with_joined_tokens(module: torch.nn.Module, names: Sequence[str]) -> Iterato
     def after(_: Any, __: Any, result: Any) -> Any:
         return _with_joined(result)
 
-    handles = first.register_forward_pre_hook(before, with_kwargs=True), last.register_forward_hook(after)
+    handles = [module.get_submodule(name).register_forward_pre_hook(before, with_kwargs=True) for name in into]
+    handles += [module.get_submodule(name).register_forward_hook(after) for name in out_of]
     try:
         yield
     finally:
@@ -117,6 +118,13 @@ def joined_outside(program: TracedProgram) -> TracedProgram:
         return replace(step, path="") if getattr(function, "_opname", "") == _JOINING else step
 
     return replace(program, steps=tuple(map(outside, program.steps)))
+
+
+def unify_tokens(program: TracedProgram) -> None:
+    """Let the sequences that go from layer to layer be one dim."""
+    first, *states = _hidden_states(*_split(program.steps))
+    for state in states:
+        unify(state.positions[1], first.positions[1])
 
 
 def _with_joined(values: Any) -> Any:
@@ -143,11 +151,44 @@ def _split(steps: Sequence[TracedStep]) -> tuple[list[str], list[Sequence[Traced
     """Return the names of the layers and of the head, and the steps of embedding, layers and head."""
     path, starts, end = _layers(steps)
     bounds, free = [0, *starts, end, len(steps)], _free_steps(steps)
-    parts = [_with_free(steps[first:last], free) for first, last in itertools.pairwise(bounds)]
     names = [f"{path}.{number}".removeprefix(".") for number in range(len(starts))]
+    computed = [
+        [step for step in steps[first:last] if step.makes not in free] for first, last in itertools.pairwise(bounds)
+    ]
+    parts = [_with_free(part, free) for part in _moved_on(names, computed)]
     alone = "is followed by nothing; the list must hold layers only, and the head come after"
     require((end < len(steps), names[-1], alone))
     return [*names, "the head"], parts
+
+
+def _moved_on(names: Sequence[str], parts: Sequence[Sequence[TracedStep]]) -> list[list[TracedStep]]:
+    """Return parts in which what lies between two layers, and is made of earlier parts alone, belongs to its reader.
+
+    So a condition that is cast, or of which a row is taken, for each layer goes on as it is.
+    """
+    moved = [list(part) for part in parts]
+    for number, name in reversed([*enumerate(names, 1)]):  # so that nothing is moved twice
+        inside = {step.makes for step in moved[number] if f"{step.path}.".startswith(f"{name}.")}
+        behind = _not_made_of(moved[number], inside)
+        moved[number] = [step for step in moved[number] if step not in behind]
+        moved[number + 1] = [*behind, *moved[number + 1]]
+    beside = {*_beside(moved)}
+    new = [value for value in _earlier(moved[1]) if value not in beside]
+    if len(new) > 1:
+        first = [step for step in moved[0] if step.makes in new and all(read.value in beside for read in step.reads)]
+        moved[:2] = [step for step in moved[0] if step not in first], [*first, *moved[1]]
+    return moved
+
+
+def _not_made_of(steps: Sequence[TracedStep], values: set[Traced]) -> list[TracedStep]:
+    """Return the steps that make nothing of some values."""
+    following, independent = {*values}, list[TracedStep]()
+    for step in steps:
+        if step.makes in following or any(read.value in following for read in step.reads):
+            following.add(step.makes)
+        else:
+            independent.append(step)
+    return independent
 
 
 def _hidden_states(names: Sequence[str], parts: Sequence[Sequence[TracedStep]]) -> list[Traced]:
@@ -220,9 +261,8 @@ def _free_steps(steps: Sequence[TracedStep]) -> Mapping[Traced, TracedStep]:
     return free
 
 
-def _with_free(steps: Sequence[TracedStep], free: Mapping[Traced, TracedStep]) -> Sequence[TracedStep]:
+def _with_free(computed: Sequence[TracedStep], free: Mapping[Traced, TracedStep]) -> Sequence[TracedStep]:
     """Return the steps of a part with the free ones that it needs: each part makes these for itself."""
-    computed = [step for step in steps if step.makes not in free]
     return steps_to([*free.values(), *computed], [step.makes for step in computed])
 
 

@@ -149,11 +149,17 @@ class LineWriter:
         first = [value for value in piece.reads if value is self.segment.takes or self.laid[value][0] == "attn_add"]
         if first and first[0] is piece.reads[1]:
             x, y = y, x
-        self._emit(piece, Add(), dims if len(dims) >= len(its) else its, x, y)
+        if _in_one_order(dims, its):
+            self._emit(piece, Add(), dims if len(dims) >= len(its) else its, x, y)
+        else:
+            self._opaque(piece, name)
 
     def _multiply(self, piece: Piece, name: str) -> None:
-        (x, dims), (y, _) = sorted((self.laid[value] for value in piece.reads), key=lambda pair: "act" not in pair[0])
-        self._emit(piece, Multiply(), dims, x, y)
+        (x, dims), (y, its) = sorted((self.laid[value] for value in piece.reads), key=lambda pair: "act" not in pair[0])
+        if _in_one_order(dims, its):
+            self._emit(piece, Multiply(), dims, x, y)
+        else:
+            self._opaque(piece, name)
 
     def _unary(self, piece: Piece, name: str) -> None:
         x, dims = self.laid[piece.reads[0]]
@@ -240,6 +246,11 @@ class LineWriter:
         """Return the first operand of an operation that is no residual, if there is such an operation."""
         operands = [operand for op in self.ops if op.name == reader for operand in op.operands]
         return [operand for operand in operands if operand not in ("x", "attn_add")][:1]
+
+
+def _in_one_order(dims: Dims, more: Dims) -> bool:
+    """Say whether two tensors have the dims that both have in the same order, as plain sums and products ask for."""
+    return [dim for dim in dims if dim in more] == [dim for dim in more if dim in dims]
 
 
 def _with_groups(dims: Sequence[str]) -> list[str]:

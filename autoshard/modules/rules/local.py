@@ -11,7 +11,7 @@ import torch
 
 from autoshard.errors import InputError
 from autoshard.modules.dims import Position, factors, fresh, note
-from autoshard.modules.local import LocalDims
+from autoshard.modules.local import OF_TORCH, LocalDims
 from autoshard.modules.nodes import Node, line_of
 from autoshard.modules.probing import LARGEST, PartCut, ProbeRun, random_like
 from autoshard.modules.program import Reading, TensorPlace, View
@@ -26,7 +26,8 @@ _ROUNDING = 1e-3  # of the largest number: a function may round to 16 bits insid
 def local(reader: Reader, node: Node) -> None:
     """Cut the dims that the text names, and sum parts of a result that lacks them; keep the rest whole."""
     dims = LocalDims.of(node.args[1], line_of(node))
-    _refuse_untrue(node, dims)
+    if node.target.namespace != OF_TORCH:  # which do what is said of them
+        _refuse_untrue(node, dims)
     if not dims.cut:
         reader.whole(node)
         return

@@ -82,11 +82,13 @@ class CodeGraph:
         return blocks
 
 
-def code_graph(captured: Captured, stack: Stack, end: TrainedEnd, workload: Workload, num_sequences: int) -> CodeGraph:
-    """Write a decoder down as the graph of a step on so many sequences."""
-    packing = Packing.of(stack)
+def code_graph(
+    captured: Captured, stack: Stack, end: TrainedEnd, workload: Workload, num_sequences: int, *, doubles: bool
+) -> CodeGraph:
+    """Write a decoder down as the graph of a step on so many sequences, of numbers in double if it ``doubles``."""
+    packing = Packing.of(stack, casts=not doubles)
     names, parts = _names(captured, stack, end), list(code_parts(captured, stack, packing))
-    if packing:
+    if packing and stack.beside:
         names = {**names, packing.carried[1][0]: free_name("rows", {*names.values()})}
     embed, *layers, head = parts
     ties = _ties(parts)

@@ -87,10 +87,10 @@ class _Copier:
         beside = packing.values[1:]
         if hands_on:
             slots = [gives, *map(self._value, beside)]
-            gives = packing.packed(gives, free_name("packed", self.names), "made")
+            gives = packing.packed(free_name("packed", self.names), "made")
             steps = (*steps, packing.packing(gives, slots))
         if self.segment.takes:
-            arriving = packing.packed(self.copies[self.segment.takes], TAKEN, "carried")
+            arriving = packing.packed(TAKEN, "carried")
             slots = [self.copies.get(value) for value in (self.segment.takes, *beside)]
             steps = (*packing.unpacking(arriving, slots), *steps)
             self.copies[arriving] = arriving

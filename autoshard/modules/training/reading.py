@@ -95,7 +95,7 @@ def traced_code(
     if doubles:
         captured = replace(captured, program=in_double(captured.program))
         stack = stack_of(captured.program, end.value)
-    graph = code_graph(captured, stack, end, plan.workload, count)
+    graph = code_graph(captured, stack, end, plan.workload, count, doubles=doubles)
     buffers = {path: buffer.detach() for path, buffer in module.named_buffers()}
     return TracedCode(module=module, arguments=arguments, data=data, graph=graph, buffers=buffers)
 

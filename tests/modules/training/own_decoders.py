@@ -330,6 +330,27 @@ def recalling() -> nn.Module:
     return module
 
 
+class Logits(nn.Module):
+    """A module of transformers, of whose results the logits are returned."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.module(input_ids=tokens).logits
+
+
+def state_space(name: str) -> nn.Module:
+    import transformers
+
+    more = {"head_dim": 8, "num_heads": 8, "n_groups": 2, "chunk_size": 4} if name == "Mamba2" else {}
+    config = getattr(transformers, f"{name}Config")
+    sizes = {"hidden_size": WIDTH, "num_hidden_layers": 3, "vocab_size": WORDS, "state_size": 4}
+    ends = {"pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0}
+    return Logits(getattr(transformers, f"{name}ForCausalLM")(config(**sizes, **more, **ends)))
+
+
 UNLIKE: Mapping[str, Callable[[], nn.Module]] = {  # whose layers are of two kinds
     "first dense": first_dense, "dense by turns": turns, "widths": widths, "kinds of MLP": kinds_of_mlp,
     "halves": halves, "recalling": recalling,

@@ -79,7 +79,7 @@ class Diffusion(nn.Module):
         share = time[:, None, None, None]
         x = self.patches((1 - share) * latents + share * noise).flatten(2).transpose(1, 2) + self.places
         for layer in self.layers:
-            x = layer(x, condition)
+            x = layer(x, 1.5 * condition)  # for each layer anew
         count, side = len(x), IMAGE // PATCH
         told = self.out(self.norm(x)).view(count, side, side, PATCH, PATCH, 4).permute(0, 5, 1, 3, 2, 4)
         return functional.mse_loss(told.reshape(count, 4, IMAGE, IMAGE), noise - latents)

@@ -9,7 +9,7 @@ from autoshard.engine.torch.formats import Formats
 from autoshard.modules.training.reading import traced_code
 from tests.modules.decoder.test_ends import bert, modern_bert
 from tests.modules.training.code_cases import Compared, compared, compared_dropping, plan_of
-from tests.modules.training.own_decoders import LOSSES, OWN, UNLIKE, Typed
+from tests.modules.training.own_decoders import LOSSES, OWN, UNLIKE, Typed, state_space
 from tests.ranks.spawn import on_ranks
 from tests.slower import covering, rest_is_slow
 
@@ -116,6 +116,19 @@ def test_a_loss_of_the_code_is_its_mean_over_micro_batches(name: str, text: str,
     for found in on_ranks(num_ranks, compared, LOSSES[name], text, timeout_s=300.0):
         assert isinstance(found, Compared)
         assert found.worst_step < 1e-12 and found.error < 1e-11, found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["Mamba", "Mamba2"])
+@pytest.mark.parametrize("text", ["tp=1,pp=2,dp=1,mbs=2", "tp=1,pp=1,dp=2,mbs=2,zero=3"])
+def test_state_space_models_take_the_steps_of_the_plain_module(name: str, text: str):
+    for found in on_ranks(2, _without_attention, name, text, timeout_s=300.0):
+        assert isinstance(found, Compared)
+        assert found.worst_step < 1e-5 and found.error < 1e-3, found  # they compute in FP32 whatever their format
+
+
+def _without_attention(name: str, text: str) -> Compared:
+    return compared(lambda: state_space(name), text, exact=False)
 
 
 @pytest.mark.slow
