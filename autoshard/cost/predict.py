@@ -165,7 +165,7 @@ def step_timer(plan: Plan, blocks: Blocks) -> Callable[[Calibration], float]:
     """Count once what a plan does, and return a function that times its step under any constants."""
     nominal = question_of(plan, uncalibrated())
     setting, whole, _ = priced(plan, nominal, blocks)
-    work, divided = cache(partial(work_of, nominal, setting)), plan.mesh.divided(plan.num_copies)
+    work, divided = cache(partial(work_of, nominal, setting)), plan.mesh.divided(plan.num_copies, plan.num_parts)
 
     @lru_cache(maxsize=2)  # a fit moves one constant at a time
     def linked(links: Calibration) -> tuple[Setting, PlanPipeline]:

@@ -30,7 +30,7 @@ from autoshard.plan.lowering import ATOMS, StepGraph
 from autoshard.plan.recompute import Recompute
 from autoshard.spec.cluster import Cluster
 from autoshard.spec.kernels import Kernels, load_kernels
-from autoshard.spec.mesh import COPIES, Mesh, axis_of_atoms
+from autoshard.spec.mesh import Mesh, axis_of_atoms, state_groups
 from autoshard.spec.model import ModelSpec
 from autoshard.spec.workload import DTYPE_BYTES, Precision, Workload
 
@@ -111,7 +111,8 @@ class Setting(BlockSizes):
     rings: Mapping[tuple[str, ...], Ring]  # of every group of ranks that something is sent in
     zero: Literal[0, 1, 3]
     copies: Number = 1  # of the states that ZeRO divides
-    # Where there are several copies: of the ranks that share one, by the atoms over which all share, and of COPIES.
+    parts: Number = 1  # of a rank's piece of the weights, which ranks that hold the same piece update
+    # Where there are several copies or parts: the groups of ``state_groups``.
     state_rings: Mapping[tuple[str, ...], Ring] = field(default_factory=dict[tuple[str, ...], Ring])
 
 
@@ -160,7 +161,8 @@ def setting_of(question: Question, candidate: Candidate, blocks: Blocks) -> Sett
     """Return the numbers of a single candidate whose blocks are these."""
     mesh = mesh_of(candidate, question.model, question.cluster)
     groups, copies = atom_groups(blocks.every()), mesh.num_copies(candidate.zero_group)
-    shared = {*groups, COPIES} if copies > 1 else ()
+    parts = mesh.num_parts(candidate.zero_group, candidate.weight_group)
+    shared = state_groups(groups, parted=parts > 1) if copies * parts > 1 else ()
     groups |= stage_groups(load_kernels(question.kernels))
     return Setting(
         blocks=blocks,
@@ -169,7 +171,8 @@ def setting_of(question: Question, candidate: Candidate, blocks: Blocks) -> Sett
         rings=rings_on(question, mesh, groups),
         zero=candidate.zero,
         copies=copies,
-        state_rings=rings_on(question, mesh.divided(copies), shared),
+        parts=parts,
+        state_rings=rings_on(question, mesh.divided(copies, parts), shared),
         cp_order=candidate.cp_order,
     )
 
@@ -245,9 +248,8 @@ def block_work(
     for tensor in block.parameters:
         counts, pending = weights[tensor.name in sharded.tied], sharding.parameter_pending[tensor.name]
         counts[pending] = counts[pending] + tensor.num_elements(sizes_of(sharding.parameter_cuts[tensor.name]))
-    placeholders: Number = (
-        0  # each of the shape of one tensor that holds some weights; experts have one each, all alike
-    )
+    # Each of the shape of one tensor that holds some weights; experts have one each, all alike.
+    placeholders: Number = 0
     for tensor in (block.tensors[name] for names in sharded.placeholders for name in names):
         local = {**sizes_of(sharding.parameter_cuts[tensor.name]), "experts": 1}
         placeholders = placeholders + tensor.num_elements(local) * DTYPE_BYTES[tensor.dtype]

@@ -17,7 +17,7 @@ from autoshard.cost.stages import (
     StagePrices,
     price_stages,
 )
-from autoshard.cost.update import UpdateCost, num_shards, summed_weights, update_cost
+from autoshard.cost.update import UpdateCost, num_holders, num_shards, summed_weights, update_cost
 from autoshard.graph.layer_order import layer_order
 from autoshard.plan.lowering import split_pending
 from autoshard.plan.plan import Plan
@@ -301,7 +301,10 @@ def _opened_again(step: PlanStep) -> float:
     """Return what a rank sends per micro-batch under ZeRO-3 because its head opens the table of its embedding, too."""
     setting, precision, total = step.blocks.setting, step.blocks.question.workload.precision, 0.0
     for pending, size in step.blocks.head.tied_weights.items():
-        ranks = float(np.max(num_shards(split_pending(pending)[0], setting)))
-        element = DTYPE_BYTES[precision.gradients] + 2 * DTYPE_BYTES[precision.weights]
-        total += float(np.max(size)) * element * (ranks - 1) / ranks
+        atoms = split_pending(pending)[0]
+        for ranks, element in (
+            (num_shards(atoms, setting), DTYPE_BYTES[precision.gradients]),
+            (num_holders(atoms, setting), 2 * DTYPE_BYTES[precision.weights]),
+        ):
+            total += float(np.max(size)) * element * (1 - 1 / float(np.max(ranks)))
     return total

@@ -15,7 +15,7 @@ from autoshard.graph.kinds.optimizer import UPDATES
 from autoshard.layout.layout import Collective, CollectiveKind
 from autoshard.plan.lowering import StepGraph, split_pending
 from autoshard.spec.kernels import Kernels, load_kernels
-from autoshard.spec.mesh import COPIES
+from autoshard.spec.mesh import COPIES, PARTS
 from autoshard.spec.workload import DTYPE_BYTES, Workload
 
 Send = tuple[CollectiveKind, Number, Number]  # what, bytes, how often
@@ -29,16 +29,27 @@ def num_shards(shards: tuple[str, ...], setting: Setting) -> Number:
     return math.prod(setting.atoms[atom] for atom in shards) // (setting.copies if "edp" in shards else 1)
 
 
+def num_holders(shards: tuple[str, ...], setting: Setting) -> Number:
+    """Return over how many ranks weights at rest are divided under ZeRO-3, given the atoms that may share them."""
+    return num_shards(shards, setting) // _parts(shards, setting)
+
+
+def _parts(shards: tuple[str, ...], setting: Setting) -> Number:
+    return setting.parts if "edp" in shards else 1
+
+
 def stored_bytes(weights: Weights, setting: Setting, workload: Workload) -> Mapping[str, Number]:
-    """Return a rank's weights, gradients, masters and moments in bytes; ZeRO-1 divides the last two, ZeRO-3 all."""
-    shards, residents = cast(Number, 0), cast(Number, 0)
+    """Return a rank's weights, gradients, masters and moments in bytes; ZeRO-1 divides the last two, ZeRO-3 all.
+
+    Weights may rest over fewer ranks than the others.
+    """
+    held, sums, shards = cast(Number, 0), cast(Number, 0), cast(Number, 0)
     for atoms, count in _grouped(weights, 0).items():
         shard = _rounded_up(count, num_shards(atoms, setting))
-        shards, residents = shards + shard, residents + (shard if setting.zero == 3 else count)
+        held = held + (shard * _parts(atoms, setting) if setting.zero == 3 else count)
+        sums, shards = sums + (shard if setting.zero == 3 else count), shards + shard
     part_bytes = workload.precision.state_bytes(UPDATES[workload.optimizer].num_moments)
-    return {
-        part: size * (residents if part in ("weights", "gradients") else shards) for part, size in part_bytes.items()
-    }
+    return {part: size * {"weights": held, "gradients": sums}.get(part, shards) for part, size in part_bytes.items()}
 
 
 def _rounded_up(count: Number, num_parts: Number) -> Number:
@@ -97,7 +108,7 @@ def update_cost(
 
     ZeRO-0 sums gradients everywhere; ZeRO-1 scatters the sums and gathers new weights; ZeRO-3 does so block by block in
     every micro-batch, and gathers the weights twice (forward and backward). What also awaits tp is summed there once,
-    and so are the pieces of copies of the states.
+    and so are the pieces of copies of the states. Parts of weights are gathered once, after the update.
 
     A part of data parallelism's traffic may hide behind passes, with which the rank is busy so long for each
     micro-batch: sums of gradients are whole in the last backward, and weights are awaited once; under ZeRO-3 both
@@ -108,16 +119,18 @@ def update_cost(
     rates, (flops, traffic_bytes) = question.rates, per_weight(question.step)
     kernels = load_kernels(question.kernels)
     messages = _messages(weights, setting, question, num_micro_batches, num_blocks)
-    sums_s: Number = 0.0
+    sums_s, last_s = cast(Number, 0.0), cast(Number, 0.0)
     for part, collective, size, times in messages:
         ring = _ring(setting, part, collective)
         taken_s = times * ring.time_s(collective, size) * (rates.dp_ratio if part == "dp" else 1.0) * (size > 0)
         seconds[part] = seconds[part] + taken_s
         sent[part] = sent[part] + times * ring.sent_bytes(collective, size)
         sums_s = sums_s + taken_s * (part == "dp" and collective.kind != "all_gather")
+        last_s = last_s + taken_s * (collective.atoms == PARTS)
     if not (setting.zero == 1 and kernels.sums_whole):
         passes_s = pass_s * (num_micro_batches if setting.zero == 3 else 1)
-        seconds["dp"] = seconds["dp"] - _hidden_s(kernels, setting.zero, (seconds["dp"], sums_s), passes_s)
+        hidden_s = _hidden_s(kernels, setting.zero, (seconds["dp"] - last_s, sums_s), passes_s)
+        seconds["dp"] = seconds["dp"] - hidden_s
     for shards, count in _grouped(weights, 0).items():
         other_shards = num_shards(shards, setting) - 1
         seconds["dp"] = seconds["dp"] + question.calibration.shard_s * other_shards * (count > 0)
@@ -212,8 +225,9 @@ def gathering_share(weights: Weights, setting: Setting, question: Question) -> f
 
 
 def _ring(setting: Setting, part: str, collective: Collective) -> Ring:
-    """Return the ring of a message; those of dp are within a copy of the states, or between copies."""
-    return ((part == "dp" and setting.state_rings) or setting.rings)[collective.atoms]
+    """Return the ring of a message; those of dp are within a copy of the states or weights, or between copies."""
+    rings, over_parts = (part == "dp" and setting.state_rings) or setting.rings, (*PARTS, *collective.atoms)
+    return rings[over_parts if collective.kind != "all_gather" and over_parts in rings else collective.atoms]
 
 
 def _messages(
@@ -234,6 +248,9 @@ def _messages(
             if setting.state_rings and kind != "all_gather":
                 piece = size / num_shards(atoms, setting) if kind == "reduce_scatter" else size
                 yield "dp", _all_reduce(COPIES), piece, repeats / num_micro_batches if setting.zero == 3 else 1
+        if setting.zero == 3 and PARTS in setting.state_rings and "edp" in atoms:
+            piece = whole / num_holders(atoms, setting) / num_blocks
+            yield "dp", Collective(kind="all_gather", dim=None, atoms=PARTS), piece, num_blocks
     for atoms, count in _grouped(summed_weights(weights, setting), 1).items():
         if atoms:
             yield "tp", _all_reduce(atoms), count * per_gradient, 1

@@ -66,6 +66,7 @@ def build_plan(
         sp=candidate.sequence_parallel,
         zero=candidate.zero,
         zero_group=candidate.zero_group,
+        weight_group=candidate.weight_group,
         cp_kind=candidate.cp_kind,
         cp_order=candidate.cp_order,
         stages=tuple(stages),

@@ -43,6 +43,7 @@ class Candidate:
     sp: bool | None = None  # None: true when tp > 1
     zero: Zero = 1
     zero_group: int | None = None  # ranks over which ZeRO divides states, the others hold copies; None: all of dp * cp
+    weight_group: int | None = None  # ranks over which weights of ZeRO-3 rest; None: as states do
     schedule: str = "1f1b"
     recompute: tuple[Recompute, ...] = (Recompute(),)  # one for all stages, or one per stage
     stages: tuple[int, ...] | None = None  # layers per stage, at the ends perhaps none; None: even
@@ -255,6 +256,7 @@ READERS: Mapping[str, Callable[[str], object]] = {
     "sp": _choice(True, False),
     "zero": _choice(*get_args(Zero)),
     "zero_group": _count,
+    "weight_group": _count,
     "schedule": lambda raw: _choice(*builders())(raw),
     "recompute": parse_stages,
     "stages": lambda raw: tuple(0 if item == "0" else _count(item) for item in expand_counts(raw)),

@@ -177,6 +177,7 @@ class Plan:
     sp: bool
     zero: Zero
     zero_group: int | None
+    weight_group: int | None = option(None)
     cp_kind: CpKind
     cp_order: CpOrder
     stages: tuple[Stage, ...]
@@ -210,6 +211,11 @@ class Plan:
         return self.mesh.num_copies(self.zero_group)
 
     @property
+    def num_parts(self) -> int:
+        """Into how many pieces of the states a rank's piece of the weights falls."""
+        return self.mesh.num_parts(self.zero_group, self.weight_group)
+
+    @property
     def candidate(self) -> Candidate:
         """The plan's choices as one line of text; pasted after ``--at`` it gives this plan again."""
         tp, layers = self.mesh.size("tp"), tuple(stage.num_layers for stage in self.stages)
@@ -222,6 +228,7 @@ class Plan:
             sp=self.sp,
             zero=self.zero,
             zero_group=self.zero_group,
+            weight_group=self.weight_group,
             schedule=self.schedule.builder,
             recompute=tuple(stage.recompute for stage in self.stages),
             stages=None if min(layers) and layers == even_stages(self.model.num_layers, len(layers)) else layers,

@@ -23,6 +23,7 @@ from autoshard.report.words import (
     ranks_text,
     software_of,
     time_bar,
+    zero_words,
 )
 from autoshard.spec.cluster import LOCAL, Cluster
 from autoshard.spec.kernels import load_kernels
@@ -148,7 +149,6 @@ def work_words(plan: Plan) -> str:
     masters = " with stochastic rounding" if precision.rounds_stochastically else masters
     usual = {"products": None, "gradients": "fp32", "moments": "fp32"}
     formats = "".join(f" and {dtype} {part}" for part in usual if (dtype := getattr(precision, part)) != usual[part])
-    groups = f" over groups of {counted(plan.zero_group, 'rank')}" if plan.zero_group else ""
     documents = " of separate documents" if workload.documents == "separate" else ""
     even = f", busiest expert {workload.expert_imbalance:.0%} above the mean" if plan.model.num_experts else ""
     over = "each sequence" if workload.router_balance_over == "sequence" else "each micro-batch"
@@ -157,7 +157,7 @@ def work_words(plan: Plan) -> str:
     trained = "".join(f", {coefficient:g} x {loss}" for coefficient, loss in losses if coefficient)
     return (
         f"{counted(workload.global_batch, 'sequence')} of {counted(workload.seq_len, 'token')}{documents} a step, "
-        f"{precision.weights}{masters}{formats}, {workload.optimizer}, ZeRO-{plan.zero}{groups}{even}{trained}"
+        f"{precision.weights}{masters}{formats}, {workload.optimizer}, {zero_words(plan)}{even}{trained}"
     )
 
 

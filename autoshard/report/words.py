@@ -114,6 +114,13 @@ def axes_words(layout: Candidate | Plan) -> str:
     return words + (f", experts over {over}" if over > 1 else "")
 
 
+def zero_words(plan: Plan) -> str:
+    """Say over which ranks a plan divides its states, and its weights where these rest over others."""
+    groups = f" over groups of {counted(plan.zero_group, 'rank')}" if plan.zero_group else ""
+    weights = f" (weights over {counted(plan.weight_group, 'rank')})" if plan.weight_group else ""
+    return f"ZeRO-{plan.zero}{groups}{weights}"
+
+
 def layout_words(plan: Plan) -> str:
     """Say in words what the candidate of a plan says in keys, but for its lists of stages."""
     candidate, schedule = plan.candidate, plan.schedule

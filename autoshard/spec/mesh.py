@@ -16,6 +16,7 @@ from autoshard.spec.cluster import Cluster, Placement
 AXIS_ATOMS: Mapping[str, tuple[str, ...]] = {"dp": ("edp", "ep"), "tp": ("kv", "rep")}
 ATOMS: tuple[str, ...] = ("pp", "edp", "ep", "cp", "kv", "rep")
 COPIES: tuple[str, ...] = ("copies",)  # the ranks that hold the same piece of the states
+PARTS: tuple[str, ...] = ("parts",)  # the ranks that hold the same piece of the weights, and update a part each
 Ints = NDArray[np.int64]
 _NAMES = (*ATOMS, *AXIS_ATOMS)
 _ATOM_TEXT = re.compile(r"([A-Za-z_]\w*)=([0-9]{1,12})")
@@ -138,15 +139,29 @@ class Mesh:
         copies, rest = divmod(self.size("dp") * self.size("cp"), zero_group or 1)
         return copies if zero_group and copies and not rest and self.size("edp") % copies == 0 else 1
 
-    def divided(self, copies: int) -> "Mesh":
-        """Split edp into copies of the states, outermost, and the ranks over which a copy is divided.
+    def num_parts(self, zero_group: int | None, weight_group: int | None) -> int:
+        """Return into how many pieces of the states a piece of the weights falls, which rest over fewer ranks.
 
-        >>> str(Mesh.parse("pp=2,edp=4,ep=1,cp=1,kv=1,rep=1 on 0-7").divided(2))
-        'pp=2,copies=2,edp=2,ep=1,cp=1,kv=1,rep=1 on 0-7'
+        It is one without a group of their own, and where that does not divide ZeRO's, which a Rule refuses.
+
+        >>> mesh = Mesh.parse("pp=1,edp=8,ep=1,cp=1,kv=1,rep=1 on 0-7")
+        >>> [mesh.num_parts(*groups) for groups in ((None, 2), (4, 2), (4, None), (2, 4))]
+        [4, 2, 1, 1]
         """
+        parts, rest = divmod(self.num_copies(weight_group), self.num_copies(zero_group))
+        return parts if parts and not rest else 1
+
+    def divided(self, copies: int, parts: int = 1) -> "Mesh":
+        """Split edp into copies of the states, outermost, the parts of a piece of the weights, and such pieces.
+
+        >>> mesh = Mesh.parse("pp=2,edp=8,ep=1,cp=1,kv=1,rep=1 on 0-7")
+        >>> str(mesh.divided(2)), mesh.divided(2, 4).axes[1:4]
+        ('pp=2,copies=2,parts=1,edp=4,ep=1,cp=1,kv=1,rep=1 on 0-7', (('copies', 2), ('parts', 4), ('edp', 1)))
+        """
+        outer = [(COPIES[0], copies), (PARTS[0], parts)]
         axes: list[tuple[str, int]] = []
         for name, size in self.axes:
-            axes += [(COPIES[0], copies), (name, size // copies)] if name == "edp" else [(name, size)]
+            axes += [*outer, (name, size // (copies * parts))] if name == "edp" else [(name, size)]
         return replace(self, axes=tuple(axes))
 
     @property
@@ -265,6 +280,19 @@ def _grid(mesh: Mesh) -> Ints:
 
 def _rows(ranks: Ints) -> tuple[tuple[int, ...], ...]:
     return tuple(map(tuple, ranks.tolist()))
+
+
+def state_groups(shared: Iterable[tuple[str, ...]], *, parted: bool) -> tuple[tuple[str, ...], ...]:
+    """Return groups of a divided mesh, given the atoms over which ranks share weights.
+
+    They are the ranks that share one copy of the weights; with PARTS before these, if weights are ``parted`` from
+    states, those that share one copy of the states; and the ranks that hold the same piece.
+
+    >>> state_groups([("edp", "cp")], parted=True)
+    (('edp', 'cp'), ('parts', 'edp', 'cp'), ('copies',), ('parts',))
+    """
+    over_parts = [(*PARTS, *atoms) for atoms in shared] if parted else []
+    return (*shared, *over_parts, COPIES, *([PARTS] if parted else []))
 
 
 def in_mesh_order(atoms: Iterable[str]) -> tuple[str, ...]:

@@ -1,6 +1,7 @@
 """What single programs do otherwise: sums of whole gradients, copies of weights, and a host far ahead of its device."""
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 from hypothesis import given, strategies as st
@@ -77,10 +78,22 @@ def test_copies_of_states_in_every_node_sum_pieces_between_nodes_and_gather_weig
     assert inside.time_parts["dp"] != whole.time_parts["dp"]
 
 
+def test_weights_in_every_node_are_gathered_inside_and_once_a_step_between_nodes() -> None:
+    """Sums of gradients are scattered over all ranks, as without."""
+    question, weights = ask("llama3-8b", "h100-80", 4, global_batch=64), 8030261248
+    whole, inside = (predicted_of(question, f"tp=1,dp=32,zero=3{more}") for more in ("", ",weight_group=8"))
+    (whole_memory,), (inside_memory,) = whole.stage_memory, inside.stage_memory
+    for part in ("weights", "gradients", "masters", "optimizer", "gathered", "activations"):
+        times = 4 if part == "weights" else 1
+        assert inside_memory.parts[part] == pytest.approx(times * whole_memory.parts[part], rel=1e-6)
+    by_micro_batch = 7 / 8 * 2 * 2 + 31 / 32 * 4  # of each of two: BF16 weights gathered twice, FP32 sums scattered
+    assert inside.communication_bytes["dp"] == pytest.approx(weights * (2 * by_micro_batch + 3 / 4 * 2 / 8), rel=1e-6)
+
+
 def test_a_group_of_all_ranks_is_none() -> None:
     question = ask("llama3-8b", "h100-80", 4)
-    for text in ("tp=2,dp=8,cp=2", "tp=1,dp=32"):
-        whole, same = (predicted_of(question, f"{text}{more}") for more in ("", f",zero_group={32 // int(text[3])}"))
+    for text, key in product(("tp=2,dp=8,cp=2,zero=3", "tp=1,dp=32,zero=3"), ("zero_group", "weight_group")):
+        whole, same = (predicted_of(question, f"{text}{more}") for more in ("", f",{key}={32 // int(text[3])}"))
         assert same.time_parts == whole.time_parts and same.stage_memory == whole.stage_memory
 
 

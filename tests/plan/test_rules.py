@@ -75,6 +75,8 @@ BREAKS = {
     "sp-effect": ({}, "tp=1,sp=true", "tp is 1", "tp=8,sp=true"),
     "cp-kind-effect": (GPU, "tp=1,cp_kind=all_to_all", "cp is 1", "tp=1,cp=2,cp_kind=all_to_all"),
     "zero-group": (GPU, "tp=1,cp=2,zero_group=3", "a multiple of 2 that divides", "tp=1,cp=2,zero_group=4"),
+    "weight-group": (GPU, "tp=1,cp=2,zero=3,zero_group=16,weight_group=32", "a multiple of 2 that divides 16",
+                     "tp=1,cp=2,zero=3,zero_group=16,weight_group=4"),
     "nxd-zero-group": ({}, "tp=8,pp=8,zero_group=2", "NxD divides states over all ranks", "tp=8,pp=8"),
     "cp-order-effect": (GPU, "tp=1,cp_order=zigzag", "cp is 1", "tp=1,cp=2,cp_order=zigzag"),
     "fold-effect": (GPU, "tp=2,fold=tp", "a mixture", "tp=2"),

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -55,7 +55,8 @@ def weights_of(engine: TorchEngine) -> Mapping[str, Held]:
     """This rank's parts of the weights."""
     found: dict[str, Held] = {}
     for flat in engine.store.flats:
-        found |= _parts(flat, flat.values) if flat.parted else {}
+        as_held = replace(flat, groups=replace(flat.groups, shards=flat.groups.holders))  # in pieces of their own
+        found |= _parts(as_held, flat.values) if flat.parted else {}
     for name, block in engine.store.whole.weights.items():
         found[name] = Held(bounds=engine.weights[name].bounds, array=_array(block.clone()))
     return found | {other: found[owner] for other, owner in engine.store.ties.items()}

@@ -1,4 +1,4 @@
-"""ZeRO over a part of the ranks: each part holds a copy of the states, and a step is that of one process."""
+"""ZeRO over a part of the ranks, which holds a copy of the states or weights: a step is that of one process."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -28,7 +28,19 @@ CASES: Mapping[str, tuple[str, ModelSpec, Mapping[str, Any]]] = {
     "stages in turns, recompute": (
         "tp=1,pp=2,dp=4,vp=2,schedule=interleaved,zero=3,zero_group=2,recompute=full", llama(num_layers=4), TWICE,
     ),
+    "weights over fewer ranks": ("tp=1,pp=1,dp=4,zero=3,weight_group=2", llama(), TWICE),
+    "weights over fewer ranks of a copy": ("tp=1,pp=1,dp=8,zero=3,zero_group=4,weight_group=2", llama(), TWICE),
+    "whole weights": ("tp=1,pp=1,dp=4,zero=3,weight_group=1", gpt(), TWICE),
+    "experts whole on each of their ranks": ("tp=1,pp=1,dp=4,ep=2,zero=3,weight_group=2", glm(), BALANCED),
+    "weights over cp": ("tp=1,pp=1,cp=2,dp=4,zero=3,weight_group=4,cp_order=zigzag", gpt(), TWICE),
+    "weights over fewer ranks, stages in turns": (
+        "tp=1,pp=2,dp=4,vp=2,schedule=interleaved,zero=3,weight_group=2,recompute=full", llama(num_layers=4), TWICE,
+    ),
+    "weights over fewer ranks, tied": ("tp=2,pp=1,dp=4,zero=3,weight_group=2", llama(tied_embeddings=True), TWICE),
 }  # fmt: skip
+
+
+STARTED = ("states in pieces, two micro-batches", "stages that share a table", "weights over fewer ranks of a copy")
 
 
 @pytest.mark.parametrize("case", rest_is_slow(CASES, 0, 2))
@@ -37,7 +49,7 @@ def test_a_step_is_that_of_one_process_and_holds_and_sends_what_was_promised(cas
     hold(Task.of(plan_of(text, model, **work), num_steps=2))
 
 
-@pytest.mark.parametrize("case", rest_is_slow(["states in pieces, two micro-batches", "stages that share a table"], 0))
+@pytest.mark.parametrize("case", rest_is_slow(STARTED, 0))
 def test_ranks_of_torchrun_compute_what_one_process_computes(case: str, tmp_path: Path) -> None:
     """Each with a hash seed of its own; the collectives of all ranks are compared with those that were announced."""
     text, model, work = CASES[case]
@@ -60,9 +72,9 @@ def saved(task: Task) -> list[tuple[str, tuple[int, ...], int]]:
     return [(piece.name, piece.offsets, piece.memory.numel()) for piece in engine_of(task).pieces() if piece.saves]
 
 
-@pytest.mark.parametrize("text", ["tp=1,pp=1,dp=4,zero=1,zero_group=2", "tp=1,pp=1,dp=4,zero=3,zero_group=2"])
-def test_one_copy_of_each_number_is_saved(text: str) -> None:
-    task = Task.of(plan_of(text, llama()))
+@pytest.mark.parametrize("keys", ["zero=1,zero_group=2", "zero=3,zero_group=2", "zero=3,weight_group=2"])
+def test_one_copy_of_each_number_is_saved(keys: str) -> None:
+    task = Task.of(plan_of(f"tp=1,pp=1,dp=4,{keys}", llama()))
     boxes = [box for of_rank in on_ranks(4, saved, task) for box in of_rank]
     assert len({box[:2] for box in boxes}) == len(boxes)
     counts = Counter[str]()

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from autoshard.engine.programs import graph_of, tied_instances
-from autoshard.engine.torch.states.norms import GroupNorms, weight_group
+from autoshard.engine.torch.states.norms import GroupNorms, norm_group
 from autoshard.graph.op import Array
 from autoshard.run.protocol import EngineMode
 from autoshard.run.reports import NormsReport
@@ -43,7 +43,7 @@ def norms_of(task: Task, arrays: Mapping[str, Array]) -> dict[str, float]:
         for tensor in block.parameters:
             instance = f"{name}.{tensor.name}"
             if block.trains(tensor.name) and instance not in copies:
-                squares[weight_group(instance)] += float(np.square(arrays[instance], dtype=np.float64).sum())
+                squares[norm_group(instance)] += float(np.square(arrays[instance], dtype=np.float64).sum())
     return {group: square**0.5 for group, square in squares.items()}
 
 

@@ -37,6 +37,7 @@ CASES = {
     "tied embeddings on two stages": ("tp=1,pp=2,dp=2", gpt(), NOTHING),
     "dp, ZeRO-0, and norms copied over tp": ("tp=2,pp=1,dp=2,zero=0", llama(), NOTHING),
     "dp, ZeRO-3": ("tp=1,pp=1,dp=2,zero=3", llama(vocab=31), NOTHING),
+    "dp, ZeRO-3, weights over fewer ranks": ("tp=1,pp=1,dp=4,zero=3,weight_group=2", llama(vocab=31), NOTHING),
     "copies of keys": ("tp=4,pp=1,dp=1", llama(num_kv_heads=2, vocab=32), COPIED),
 }
 

@@ -208,10 +208,11 @@ def test_the_headline_says_formats_padding_lnc_and_counts_of_one():
 
 
 def test_the_headline_says_over_how_many_ranks_states_are_divided():
-    text = "tp=1,pp=1,dp=32,zero=3"
-    whole, nodes = (plan_of(ask(cluster_name="h100-80", nodes=4), text + more) for more in ("", ",zero_group=8"))
+    text, keys = "tp=1,pp=1,dp=32,zero=3", ("", ",zero_group=8", ",zero_group=8,weight_group=4")
+    whole, nodes, parts = (plan_of(ask(cluster_name="h100-80", nodes=4), text + more) for more in keys)
     assert "ZeRO-3" in work_words(whole) and "groups" not in work_words(whole)
-    assert "ZeRO-3 over groups of 8 ranks" in work_words(nodes)
+    assert "ZeRO-3 over groups of 8 ranks" in work_words(nodes) and "weights" not in work_words(nodes)
+    assert "ZeRO-3 over groups of 8 ranks (weights over 4 ranks)" in work_words(parts)
 
 
 def certificate(**changes: object) -> Certificate:

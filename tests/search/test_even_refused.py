@@ -15,7 +15,7 @@ AXES = [(tp, pp, cp) for tp in (1, 2, 4, 8) for pp in (1, 2, 4) for cp in (1, 2,
 KEYS: dict[str, st.SearchStrategy[Any]] = {
     **dict.fromkeys(("ep", "vp", "mbs"), SIZES),
     "zero": st.sampled_from([0, 1, 3]),
-    "zero_group": st.one_of(st.none(), SIZES),
+    **dict.fromkeys(("zero_group", "weight_group"), st.one_of(st.none(), SIZES)),
     "schedule": st.sampled_from(["1f1b", "gpipe", "interleaved", "zb_h1", "zb_v"]),
     "cp_kind": st.sampled_from(["ring", "all_to_all"]),
     "cp_order": st.sampled_from(["contiguous", "zigzag"]),
@@ -38,11 +38,11 @@ def test_a_refused_layout_is_priced_or_refused_in_words(model: str, axes: tuple[
         assert plan.prediction and plan.prediction.step_time_s > 0
 
 
-@pytest.mark.parametrize("group", [3, 16, 1000])
-@pytest.mark.parametrize("zero", [1, 3])
-def test_groups_that_do_not_divide_the_ranks_are_refused_and_priced_as_one_copy(zero: int, group: int):
+@pytest.mark.parametrize("size", [3, 16, 1000])
+@pytest.mark.parametrize(("zero", "key"), [(1, "zero_group"), (3, "zero_group"), (3, "weight_group")])
+def test_groups_that_do_not_divide_the_ranks_are_refused_and_priced_as_one_copy(zero: int, key: str, size: int):
     request = ask("tiny-llama", "h100-80", global_batch=16)
-    whole, refused = (Candidate.parse(f"tp=1,pp=1,dp=8,zero={zero}{more}") for more in ("", f",zero_group={group}"))
-    assert [reason.rule_id for reason in rejections_of(request, refused, "torch")] == ["zero-group"]
+    whole, refused = (Candidate.parse(f"tp=1,pp=1,dp=8,zero={zero}{more}") for more in ("", f",{key}={size}"))
+    assert [reason.rule_id for reason in rejections_of(request, refused, "torch")] == [key.replace("_", "-")]
     prices = [plan_at(request, candidate, even_refused=True).prediction for candidate in (whole, refused)]
     assert prices[0] and prices[1] and prices[0].time_parts == prices[1].time_parts

@@ -32,6 +32,7 @@ from tests.slower import rest_is_slow
 
 PINS = (
     *("", "tp=2", "sp=false", "sp=true", "tp=2,sp=false", "tp=1,sp=false", "zero=0", "zero=3", "pp=2,schedule=gpipe"),
+    "weight_group=2",
     *("schedule=interleaved,vp=2", "schedule=zb_v", "vp=2", "vp=1", "pp=2,recompute=full:1/selective[norms]"),
     *("recompute=none", "recompute=full:2", "recompute=selective[x]", "stages=1/3", "place=3/2/1/0", "kernels=te"),
     *("dp=4", "dp=3", "mbs=5", "cp=2,cp_kind=all_to_all,cp_order=zigzag", "cp_kind=all_to_all", "cp_order=zigzag"),

@@ -50,6 +50,13 @@ CASES = {
     "split-uneven": ("llama3-8b", "h100-80", 2, "schedule=zb_h1,pp=4,stages=7/9/9/7"),
     "mcore-zero-1": ("llama3-8b", "h100-80", 4, "kernels=mcore"),
     "torch-zero-0": ("llama3-8b", "h100-80", 2, "kernels=torch_cuda,zero=0"),
+    "weights-over-nodes": ("mixtral-8x7b", "h100-80", 4, "zero=3,weight_group=8"),
+    "weights-over-parts-of-groups": (
+        "llama3-8b",
+        "h100-80",
+        4,
+        "kernels=torch_cuda,zero=3,zero_group=8,weight_group=2",
+    ),
     "torch-zero-3": ("llama3-8b", "h100-80", 2, "kernels=torch_cuda,zero=3"),
 }
 

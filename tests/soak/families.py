@@ -55,6 +55,7 @@ FAMILIES: Mapping[str, ModelSpec] = {
 KEYS: Mapping[str, tuple[str, ...]] = {
     "tp": ("1", "2", "4"), "pp": ("1", "2", "4"), "cp": ("1", "2"), "dp": ("1", "2", "4", "8"), "ep": ("1", "2", "4"),
     "vp": ("1", "2"), "mbs": ("1", "2"), "zero": ("0", "1", "3"), "zero_group": ("all", "1", "2", "4"),
+    "weight_group": ("all", "all", "1", "2"),
     "cp_kind": ("ring", "all_to_all"),
     "cp_order": ("contiguous", "zigzag"), "schedule": ("1f1b", "gpipe", "interleaved", "zb_h1", "zb_v"),
     "recompute": ("none", "full", "selective[attention]", "full:1"), "fold": ("none", "tp", "cp", "cp.tp"),

@@ -220,6 +220,7 @@ class TorchEngine:
                     instance=instance, owner=owner, name=parameter, block=self.graph.block_of(owner), layout=layout,
                     mesh_rank=mesh_rank, summed=summed, spread=spread, zero=pipeline.plan.zero, training=training,
                     copies=pipeline.plan.num_copies if "edp" in spread else 1,
+                    parts=pipeline.plan.num_parts if "edp" in spread else 1,
                     tied=roles.get(instance, ""), late=f"{tensor.name}.sum" in late, follows=number > 0,
                 )  # fmt: skip
 
@@ -251,7 +252,7 @@ def _world_of(plan: Plan, programs: PlanPrograms, formats: Formats, run: Run | N
     ledger = Ledger(is_kept=run is not None and run.training.watchdog.collectives == "every")
     activity = run.activity if run else RankActivity()
     world = World.build(plan.mesh, programs.group_atoms(), backend, activity, ledger=ledger)
-    return world.divided(plan.num_copies, programs.spreads())
+    return world.divided(plan.num_copies, plan.num_parts, programs.spreads())
 
 
 def _bytes(tensors: Iterable[torch.Tensor]) -> int:

@@ -15,7 +15,7 @@ from autoshard.engine.torch.formats import NOWHERE
 from autoshard.engine.torch.ledger import BegunCollective, Ledger
 from autoshard.run.activity import RankActivity
 from autoshard.run.protocol import HOST
-from autoshard.spec.mesh import COPIES, Mesh, axis_of_atoms
+from autoshard.spec.mesh import COPIES, PARTS, Mesh, axis_of_atoms
 
 Arrival = Callable[[], torch.Tensor]  # waits for what is under way, and returns it
 
@@ -270,20 +270,20 @@ class World:
         group = self.groups[tuple(atoms)]
         return group if axis is None else replace(group, axis=axis)
 
-    def divided(self, copies: int, spreads: Iterable[tuple[str, ...]]) -> "World":
-        """Add groups whose ranks share one of the copies of the states, and those whose ranks hold the same piece."""
-        if copies == 1:
-            return self
-        inner = World.build(self.mesh.divided(copies), {COPIES, *spreads}, None, self.activity, ledger=self.ledger)
-        more = {atoms if atoms == COPIES else ("shards", *atoms): group for atoms, group in inner.groups.items()}
-        counted = {atoms: replace(group, axis="dp", sent_bytes=self.sent_bytes) for atoms, group in more.items()}
-        return replace(self, groups={**self.groups, **counted})
+    def divided(self, copies: int, parts: int, spreads: Iterable[tuple[str, ...]]) -> "World":
+        """Add groups whose ranks share one of the copies of the states, or of the weights, and those of equal pieces.
 
-    def divided_groups(self, spread: tuple[str, ...], copies: int) -> tuple[RankGroup | None, RankGroup | None]:
-        """Return the group that shares a copy of the states of ``spread``, and the group that holds the same piece."""
-        if copies == 1:
-            return self.group(spread, "dp"), None
-        return self.groups.get(("shards", *spread)), self.groups.get(COPIES)
+        Members that share states follow each other by their piece of the weights, so that this falls into theirs.
+        """
+        if copies * parts == 1:
+            return self
+        mesh, over_parts = self.mesh.divided(copies, parts), {(*atoms, *PARTS) for atoms in spreads if "edp" in atoms}
+        inner = World.build(mesh, {COPIES, PARTS, *spreads, *over_parts}, None, self.activity, ledger=self.ledger)
+        counted = {
+            ("divided", *atoms): replace(group, axis="dp", sent_bytes=self.sent_bytes)
+            for atoms, group in inner.groups.items()
+        }
+        return replace(self, groups={**self.groups, **counted})
 
     def silent(self, *, keeps: bool = False) -> "SilentWorld":
         """Return the same world where nothing is sent; it ``keeps`` a ledger of what would be begun."""

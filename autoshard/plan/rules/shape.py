@@ -323,6 +323,15 @@ def zero_group(c: Columns) -> Verdict:
     yield f"zero_group={group}: {why}. Use zero=1 or 3, and a multiple of {c.ep * c.cp} that divides {whole}"
 
 
+@rule("weight_group,zero", source=_DERIVED + "ranks that hold the same piece of the weights update a part of it each")
+def weight_group(c: Columns) -> Verdict:
+    group, whole = c.shared.weight_group, c.shared.zero_group or c.dp * c.cp
+    fits = ((group or whole) % (c.ep * c.cp) == 0) & (whole % (group or whole) == 0)
+    yield (group is None) | (fits & (c.zero == 3))
+    why = f"weights rest over a part of the {whole} ranks that divide states, and it holds whole ep and cp"
+    yield f"weight_group={group}: {why}. Use zero=3, and a multiple of {c.ep * c.cp} that divides {whole}"
+
+
 @rule("boundary", source="derived: what is handed from block to block is a hidden state with nothing left to do about")
 def boundary(c: Columns) -> Verdict:
     fault = boundary_fault(c.shared.boundary)

@@ -17,7 +17,8 @@ from autoshard.search.ask.planner import search
 from autoshard.search.bound.request import Request
 from autoshard.search.bound.space import default_kernels
 
-_OUTER = ("tp", "pp", "cp", "ep", "dp", "mbs", "vp", "zero", "zero_group", "schedule", "cp_kind", "cp_order")
+_OUTER = ("tp", "pp", "cp", "ep", "dp", "mbs", "vp", "zero", "zero_group", "weight_group", "schedule", "cp_kind",
+          "cp_order")  # fmt: skip
 _MOST_RUNNERS_UP = 3
 _DOUBLINGS = 4  # or halvings: up to 16 times as much or as little
 _FINE = 100  # units of a circumstance that may take any value

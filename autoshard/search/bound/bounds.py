@@ -60,7 +60,7 @@ def bound_seconds(
 
 def states_of(base: Candidate) -> Candidate:
     """Return what is shared over dp, and over how many ranks, as a candidate of nothing else."""
-    return Candidate(zero=base.zero, zero_group=base.zero_group)
+    return Candidate(zero=base.zero, zero_group=base.zero_group, weight_group=base.weight_group)
 
 
 def least_of_any(priced: PricedLayouts, each_states: Sequence[Candidate], capacity: float) -> Floats:

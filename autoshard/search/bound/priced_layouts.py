@@ -38,10 +38,11 @@ from autoshard.schedule.waves import Floats, Ints
 from autoshard.search.bound.least_recompute import LeastRecompute, costs_of
 from autoshard.search.bound.space import Space
 from autoshard.spec.kernels import load_kernels
-from autoshard.spec.mesh import COPIES, Mesh
+from autoshard.spec.mesh import COPIES, PARTS, Mesh, state_groups
 from autoshard.spec.model import ModelSpec
 
 Row = tuple[Terms, int]  # a layout, cut under some terms
+Groups = tuple[int | None, int | None]  # of ranks over which states and weights are divided
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -63,7 +64,7 @@ class PricedLayouts(PerCandidate):
     embed: BlockTotals
     layers: tuple[BlockTotals, ...]  # of each kind of layer
     head: BlockTotals
-    state_ring: Callable[[int, tuple[str, ...]], Ring]  # of all layouts, where ZeRO divides states over so many ranks
+    state_ring: Callable[[Groups, tuple[str, ...]], Ring]  # of all layouts, where ZeRO has these groups
 
     def cutting(self, row: int) -> Cutting:
         """Return how the blocks of one of its layouts are cut."""
@@ -95,11 +96,12 @@ class PricedLayouts(PerCandidate):
     def _step_setting(self, rows: Rows, base: Candidate) -> Setting:
         """Return the numbers of the step phase; where ZeRO's groups do not divide a layout's ranks, it has one copy."""
         setting = replace(only(self.setting, rows), zero=base.zero)
-        if base.zero_group is None:
+        if (groups := (base.zero_group, base.weight_group)) == (None, None):
             return setting
-        numbers, group = self.numbers[rows], base.zero_group
-        rings = {atoms: only(self.state_ring(group, atoms), numbers) for atoms in (*setting.rings, COPIES)}
-        return replace(setting, copies=rings[COPIES].size, state_rings=rings)
+        wanted, numbers = state_groups(setting.rings, parted=bool(base.weight_group)), self.numbers[rows]
+        rings = {atoms: only(self.state_ring(groups, atoms), numbers) for atoms in wanted}
+        parts = rings[PARTS].size if base.weight_group else 1
+        return replace(setting, copies=rings[COPIES].size, parts=parts, state_rings=rings)
 
     def fixed_s(self, rows: Rows, base: Candidate, chunks: Ints | int) -> Floats:
         """Return the fixed seconds of a step of some of its layouts, and those of the user's own terms."""
@@ -125,18 +127,17 @@ class LayoutPricer:
         self._cuttings: dict[object, list[tuple[Cutting, Ints]]] = {}
         self._priced: dict[object, list[PricedLayouts]] = {}
         self._with_recompute: dict[PricedLayouts, PricedLayouts] = {}
-        model, cluster = question.model, question.cluster
         # One candidate of every division of the ranks, whatever its micro-batch.
         sizes = np.stack([space.rows[key] for key in ("tp", "pp", "cp", "ep", "dp")])
         _, first, division = np.unique(sizes, axis=1, return_index=True, return_inverse=True)
         candidates = [space.candidate(int(row), 0) for row in first]
         self._division = division.reshape(-1)
-        self._meshes = [mesh_of(candidate, model, cluster) for candidate in candidates]
+        self._meshes = [mesh_of(candidate, question.model, question.cluster) for candidate in candidates]
         buckets = [bucket_sizes(candidate, space.engine).total_bytes for candidate in candidates]
         self._bucket_bytes = np.array(buckets, dtype=np.float64)[self._division]
         self._known: dict[object, Ring] = {}
-        self._rings: dict[tuple[int | None, tuple[str, ...]], Ring] = {}  # by ZeRO's group and by atoms
-        self.atoms = atom_columns(model, space)
+        self._rings: dict[tuple[Groups | None, tuple[str, ...]], Ring] = {}  # by ZeRO's groups and by atoms
+        self.atoms = atom_columns(question.model, space)
 
     def kinds(self, layouts: Ints, *, pinned: bool) -> Iterator[Ints]:
         """Yield some layouts by the kind of their mesh: no cutting serves two kinds.
@@ -201,8 +202,7 @@ class LayoutPricer:
                 for kind in question.step.kinds
             )
             send_s, _ = handed_on(setting, kernels)
-            blocks_of_all = (*layers, embed, head)
-            weights = (of_block for block in blocks_of_all for of_block in (block.weights, block.tied_weights))
+            weights = (of_block for block in (*layers, embed, head) for of_block in (block.weights, block.tied_weights))
             summed = {part for block_sums in weights for atoms in block_sums for part in split_pending(atoms)}
             yield PricedLayouts(
                 question=question,
@@ -288,12 +288,12 @@ class LayoutPricer:
         """Return the groups over some atoms on the meshes of all layouts."""
         return self._ring_on((None, atoms), self._meshes)
 
-    def _state_ring(self, group: int, atoms: tuple[str, ...]) -> Ring:
-        """Return the groups over some atoms that share a copy of the states, or over COPIES; one where none divides."""
-        meshes = (mesh.divided(mesh.num_copies(group)) for mesh in self._meshes)
-        return self._ring_on((group, atoms), meshes)
+    def _state_ring(self, groups: Groups, atoms: tuple[str, ...]) -> Ring:
+        """Return the groups over some atoms of the step phase; one rank where ZeRO's groups do not divide a mesh."""
+        meshes = (mesh.divided(mesh.num_copies(groups[0]), mesh.num_parts(*groups)) for mesh in self._meshes)
+        return self._ring_on((groups, atoms), meshes)
 
-    def _ring_on(self, key: tuple[int | None, tuple[str, ...]], meshes: Iterable[Mesh]) -> Ring:
+    def _ring_on(self, key: tuple[Groups | None, tuple[str, ...]], meshes: Iterable[Mesh]) -> Ring:
         if key not in self._rings:
             self._rings[key] = only(ring_column([self._one_ring(mesh, key[1]) for mesh in meshes]), self._division)
         return self._rings[key]

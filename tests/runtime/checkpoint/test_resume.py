@@ -11,10 +11,13 @@ from autoshard.runtime.checkpoint.files import load_index
 from tests.runtime.training_cases import Double, plan_of, trained
 from tests.slower import rest_is_slow
 
-SAME = ["tp=1,pp=1,dp=2,zero=3", "tp=1,pp=1,dp=2", "tp=1,pp=1,dp=2,zero=0", "tp=2,pp=1,dp=1,mbs=2", "tp=1,pp=2,dp=1"]
+SAME = (
+    "tp=1,pp=1,dp=2,zero=3", "tp=1,pp=1,dp=2", "tp=1,pp=1,dp=2,zero=0", "tp=2,pp=1,dp=1,mbs=2", "tp=1,pp=2,dp=1",
+    "tp=1,pp=1,dp=4,zero=3,weight_group=2",
+)  # fmt: skip
 OTHERS = (
-    "tp=1,pp=1,dp=2,zero=3", "tp=1,pp=1,dp=2,zero=0", "tp=1,pp=1,cp=2,dp=1", "tp=2,pp=2,dp=1",
-    "tp=1,pp=2,dp=1,vp=1,schedule=zb_h1", "tp=1,pp=1,dp=4,zero=3",
+    "tp=1,pp=1,dp=2,zero=3", "tp=1,pp=1,dp=2,zero=0", "tp=1,pp=1,dp=4,zero=3,weight_group=2", "tp=1,pp=1,cp=2,dp=1",
+    "tp=2,pp=2,dp=1", "tp=1,pp=2,dp=1,vp=1,schedule=zb_h1", "tp=1,pp=1,dp=4,zero=3",
 )  # fmt: skip
 
 

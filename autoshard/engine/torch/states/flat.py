@@ -20,25 +20,45 @@ from autoshard.engine.torch.world import Arrival, RankGroup, World
 from autoshard.graph.op import Array, Update
 from autoshard.plan.candidate import Zero
 from autoshard.run.placement import StatePart, StatePiece, placed_boxes
+from autoshard.spec.mesh import COPIES, PARTS
 
 Tensors = Mapping[str, torch.Tensor]
 _PARTS: tuple[StatePart, ...] = ("weight", "moment1", "moment2")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateGroups:
+    """Among the ranks over which the batch is spread for a weight, those that share it; None for a rank alone."""
+
+    spread: RankGroup | None  # all of them
+    shards: RankGroup | None  # those that share one copy of the states
+    holders: RankGroup | None  # those that share one copy of the weight, where it rests in pieces
+    copies: RankGroup | None = None  # those that hold the same piece of the states
+    parts: RankGroup | None = None  # those that hold the same piece of the weight, in one copy of the states
+
+    @classmethod
+    def of(cls, world: World, weight: Weight) -> "StateGroups":
+        """Return the groups of this rank."""
+        whole = world.group(weight.spread, "dp")
+        if weight.copies * weight.parts == 1:
+            return cls(spread=whole, shards=whole, holders=whole)
+        spread = weight.spread
+        atoms = {"shards": (*spread, *PARTS), "holders": spread, "copies": COPIES, "parts": PARTS}
+        return cls(spread=whole, **{name: world.groups.get(("divided", *names)) for name, names in atoms.items()})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Flat:
     """Weights whose gradients are reduced over the same ranks, side by side, with this rank's optimizer state.
 
-    Under ZeRO-3 values and sums are this rank's pieces too, padded with zeros, which are gathered to run a block.
+    Under ZeRO-3 values and sums are this rank's pieces too, padded with zeros; values are gathered to run a block.
     """
 
     weights: tuple[Weight, ...]
     values: torch.Tensor
     sums: torch.Tensor
     summed: RankGroup | None
-    spread: RankGroup | None
-    shards: RankGroup | None  # the part of ``spread`` whose ranks share one copy of the states
-    copies: RankGroup | None  # the part of ``spread`` whose ranks hold the same piece of the states
+    groups: StateGroups
     zero: Zero
     tied: Tied
     num_replicas: int
@@ -50,14 +70,15 @@ class Flat:
     def of(cls, world: World, weights: Sequence[Weight], blocks: Mapping[str, Array], formats: Formats) -> "Flat":
         """Lay weights with these blocks side by side, without memory of earlier steps."""
         first = weights[0]
-        shards, copies = world.divided_groups(first.spread, first.copies)
+        groups = StateGroups.of(world, first)
         master = first.dtype("master", formats)
         arrays, dtype = [blocks[weight.instance] for weight in weights], first.block.tensors[first.name].dtype
         values = torch.cat([formats.tensor(array, dtype).reshape(-1) for array in arrays])
         exact = torch.cat([own(array, device=formats.staging).reshape(-1) for array in arrays])
-        updated = _piece(exact if master else values, shards if first.zero else None)
-        if first.zero == 3:
-            values = _piece(values, shards)
+        updated = _piece(exact if master else values, groups.shards if first.zero else None)
+        num_sums = len(updated) if first.zero == 3 else len(values)
+        if first.zero == 3 and groups.shards:  # its piece of the states lies in that of the values
+            values = _piece(_padded(values, len(groups.shards.ranks)), groups.holders)
         moment, num_moments = first.dtype("moment1", formats), first.optimizer.num_moments
         context = KernelContext(formats=formats)
         calls = {
@@ -67,11 +88,9 @@ class Flat:
         return cls(
             weights=tuple(weights),
             values=values,
-            sums=torch.zeros(len(values), dtype=first.dtype("sum", formats), device=formats.device),
+            sums=torch.zeros(num_sums, dtype=first.dtype("sum", formats), device=formats.device),
             summed=world.group(first.summed, "tp"),
-            spread=world.group(first.spread, "dp"),
-            shards=shards,
-            copies=copies,
+            groups=groups,
             zero=first.zero,
             tied=first.tied,
             num_replicas=first.replica[1],
@@ -83,12 +102,22 @@ class Flat:
     @property
     def shared(self) -> RankGroup | None:
         """The group whose ranks share the optimizer's work."""
-        return self.shards if self.zero else None
+        return self.groups.shards if self.zero else None
 
     @property
     def parted(self) -> RankGroup | None:
-        """The group whose ranks each hold a piece of values and sums (ZeRO-3); None if these stay whole."""
-        return self.shards if self.zero == 3 else None
+        """The group whose ranks each hold a piece of the sums (ZeRO-3); None if these and the values stay whole."""
+        return self.groups.shards if self.zero == 3 else None
+
+    @property
+    def renewed(self) -> RankGroup | None:
+        """The group whose ranks each update a part of the values that this rank holds; None if it updates them all."""
+        return self.groups.parts if self.parted else self.shared
+
+    def begin_opening(self) -> Arrival:
+        """Begin to gather values that rest in pieces; a rank may hold all of them, though not of the sums."""
+        holders = self.groups.holders
+        return holders.begin_all_gather(self.values) if holders else lambda: self.values
 
     def views(self, flat: torch.Tensor) -> Tensors:
         """Return the part of each weight in opened values or sums, in the shape of the weight, by instance."""
@@ -101,15 +130,16 @@ class Flat:
 
         Ranks that hold the same piece add up what each copy's ranks have summed.
         """
+        copies = self.groups.copies
         if self.summed:
             self.summed.all_reduce(self.sums)
         if self.parted:
-            return self.copies.begin_all_reduce(self.sums) if self.copies else lambda: self.sums
+            return copies.begin_all_reduce(self.sums) if copies else lambda: self.sums
         if self.shared:
-            arrive, copies = self.shared.begin_reduce_scatter(_padded(self.sums, len(self.shared.ranks))), self.copies
+            arrive = self.shared.begin_reduce_scatter(_padded(self.sums, len(self.shared.ranks)))
             return (lambda: copies.all_reduce(arrive())) if copies else arrive
-        if self.spread:
-            return self.spread.begin_all_reduce(self.sums)
+        if self.groups.spread:
+            return self.groups.spread.begin_all_reduce(self.sums)
         return lambda: self.sums
 
     def square(self, piece: torch.Tensor) -> torch.Tensor:
@@ -171,23 +201,23 @@ class Flat:
         """Return the tensor that this rank updates: its masters, its piece of the values, or all values."""
         if self.master is not None:
             return self.master
-        return self.values if self.parted else _piece(self.values, self.shared)
+        return _piece(self.values, self.renewed)
 
     def _publish(self, updated: torch.Tensor) -> None:
         """Copy the numbers that this rank has updated to the values that blocks read."""
-        if self.shared and not self.parted:
-            self.values.copy_(self.shared.all_gather(updated.to(self.values.dtype))[: len(self.values)])
+        if self.renewed:
+            self.values.copy_(self.renewed.all_gather(updated.to(self.values.dtype))[: len(self.values)])
         elif self.master is not None:
             self.values.copy_(self.master)
 
     def state(self) -> Iterator[StatePiece]:
         """Yield the boxes of weights and moments that this rank updates, as views of their memory."""
         length, start = len(self.values), 0
-        if self.shared and not self.parted:
-            length = max(1, -(-length // len(self.shared.ranks)))  # as ``_piece`` pads it, without copying anything
-            start = length * self.shared.number
+        if self.renewed:
+            length = max(1, -(-length // len(self.renewed.ranks)))  # as ``_piece`` pads it, without copying anything
+            start = length * self.renewed.number
         updated = self.values[start : start + length] if self.master is None else self.master
-        reads = bool(self.zero) or self.spread is None or self.spread.number == 0
+        reads = bool(self.zero) or self.groups.spread is None or self.groups.spread.number == 0
         for part, memory in zip(_PARTS, (updated, *self.moments), strict=False):
             for weight, (low, high), first in self.ranges(length):
                 for offsets, lengths, where in placed_boxes(weight.bounds, low, high):
@@ -198,9 +228,9 @@ class Flat:
 
     def restored(self) -> None:
         """Take over the numbers that were loaded into the views of ``state``."""
-        if self.spread and not self.zero:
+        if self.groups.spread and not self.zero:
             for state in (self.updated(), *self.moments):
-                self.spread.broadcast(state)
+                self.groups.spread.broadcast(state)
         self._publish(self.updated())
 
     def ranges(self, length: int) -> Iterator[tuple[Weight, tuple[int, int], int]]:

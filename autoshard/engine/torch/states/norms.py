@@ -11,10 +11,10 @@ from autoshard.graph.block import OpGraph
 from autoshard.run.reports import NormsReport
 
 
-def weight_group(instance: str) -> str:
+def norm_group(instance: str) -> str:
     """Return the group of a weight.
 
-    >>> weight_group("layer.3.up.weight")
+    >>> norm_group("layer.3.up.weight")
     'layer.up.weight'
     """
     block, _, name = instance.split(".", 2)
@@ -32,7 +32,7 @@ class GroupNorms:
     def of(cls, graph: OpGraph, every: int | None) -> "GroupNorms":
         """Find the groups of the weights that gradients train."""
         names = (
-            weight_group(f"{block_name}.{tensor.name}")
+            norm_group(f"{block_name}.{tensor.name}")
             for block_name, block in graph.instances()
             for tensor in block.parameters
             if block.trains(tensor.name) and f"{block.kind}.{tensor.name}" not in graph.tied
@@ -49,7 +49,7 @@ class GroupNorms:
         for flat, gradient in zip(flats, gradients, strict=True):
             for row, piece in zip(sums, (gradient, flat.updated()), strict=True):
                 for weight, square in flat.squares(piece):
-                    row[self.groups.index(weight_group(weight.owner))] += square
+                    row[self.groups.index(norm_group(weight.owner))] += square
         return sums.reshape(-1)
 
     def report(self, squares: Sequence[float]) -> NormsReport | None:

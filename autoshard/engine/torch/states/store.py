@@ -101,7 +101,7 @@ class Store:
         return [arrive() for arrive in arrivals]
 
     def _begin_gathers(self, block: str) -> Sequence[Arrival]:
-        return [group.begin_all_gather(flat.values) for flat, group in self._parted[block]]
+        return [flat.begin_opening() for flat, _ in self._parted[block]]
 
     def take_back(self) -> None:
         """Add the sums that are on their way to where they rest."""

@@ -33,6 +33,7 @@ class Weight:
     zero: Zero  # what each of those ranks has a piece of: nothing, the optimizer's state, or all of it
     training: Training
     copies: int = 1  # of the states over the ranks of ``spread``, each divided among as many of them
+    parts: int = 1  # of a rank's piece of the weight, if it rests in pieces over fewer ranks than its states
     late: bool = False  # whether W computes its gradient, after I
     follows: bool = False  # whether it lies right behind the weight before it
     tied: Tied = ""

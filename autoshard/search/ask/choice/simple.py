@@ -8,7 +8,7 @@ Layers of simple plans recompute in one or two kinds. Two such plans are compare
 3. schedule: 1f1b before all others
 4. chunks: fewer stages on a rank
 5. axes: fewer of tp, pp, cp, ep and dp above 1
-6. other keys: fewer of sp, zero, zero_group, cp_kind and cp_order that are not at their default
+6. other keys: fewer of sp, zero, zero_group, weight_group, cp_kind and cp_order that are not at their default
 
 and where all of these are equal, by their time. If wanted, axes and other keys are compared only among those plans that
 are nearly as fast as the fastest which agrees with them in the first four. What the user pinned is kept, and does not
@@ -150,8 +150,8 @@ def _simplicity(points: Points) -> list[tuple[int, ...]]:
     base, sizes = space.base, {key: column[rows] for key, column in space.rows.items()}
     axes = np.sum([sizes[axis] > 1 for axis in _AXES], axis=0)
     is_sp_other = (space.sp != (sizes["tp"] > 1)) & (space.sp is not None)
-    others = (base.zero != 1, base.zero_group is not None, base.cp_kind != "ring", base.cp_order != "contiguous")
-    shared = sum(others)
+    groups = (base.zero_group is not None, base.weight_group is not None)
+    shared = sum((base.zero != 1, *groups, base.cp_kind != "ring", base.cp_order != "contiguous"))
     is_other = np.full(len(rows), base.schedule != "1f1b")
     places: list[list[int]] = np.stack([is_other, sizes["vp"], axes, shared + is_sp_other], axis=1).tolist()
     return [tuple(row) for row in places]
