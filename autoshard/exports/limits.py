@@ -301,6 +301,9 @@ def _zero(change: _Rewriting) -> None:
     group = change.candidate.zero_group
     if group is not None and (not limits.zero_group or change.candidate.zero == 0):
         change.become(f"ZeRO over groups of {group} ranks", f"over all {whole} ranks", zero_group=None)
+    weights = change.candidate.weight_group
+    if weights is not None and not limits.weight_group:
+        change.become(f"weights over groups of {weights} ranks", "over as many as states", weight_group=None)
 
 
 def _ring(change: _Rewriting) -> None:

@@ -15,6 +15,7 @@ from autoshard.spec.record import options_on
 from autoshard.version import __version__
 
 SUFFIXES: Mapping[str, str] = {"yaml": "yaml", "arguments": "sh", "python": "py", "json": "json"}
+_SIZES = ("tp", "pp", "cp", "ep", "dp", "vp", "mbs")
 _LAUNCHER = ("nnodes", "nproc_per_node")
 
 
@@ -23,7 +24,7 @@ def facts_of(plan: Plan, expressed: Expressed) -> Facts:
     model, work, cluster, layout = plan.model, plan.workload, plan.cluster, expressed.candidate
     facts: dict[str, Any] = _model_facts(plan) | {
         f"layout.{key}": getattr(layout, key)
-        for key in ("tp", "pp", "cp", "ep", "dp", "vp", "mbs", "zero", "zero_group", "schedule", "cp_kind", "cp_order")
+        for key in (*_SIZES, "zero", "zero_group", "weight_group", "schedule", "cp_kind", "cp_order")
     }
     count = layout.num_stages
     kinds = max(layout.recompute, key=lambda kind: kind.num_layers or 0)

@@ -125,7 +125,15 @@ _COUNTS = (
         f"layout.{key}"
         for key in ("tp", "pp", "cp", "ep", "etp", "dp", "vp", "mbs", "replicas", "shards", "layers_per_stage")
     ),
-    *("layout.every", "layout.zero_group", "cluster.nodes", "cluster.per_node", "cluster.ranks", "work.accumulation"),
+    *(
+        "layout.every",
+        "layout.zero_group",
+        "layout.weight_group",
+        "cluster.nodes",
+        "cluster.per_node",
+        "cluster.ranks",
+        "work.accumulation",
+    ),
     *("work.seq_len", "work.global_batch"),
 )
 
@@ -297,6 +305,9 @@ class _QuestionBuilder:
             sp=facts.get("layout.sp") if sizes["tp"] > 1 else None,
             zero=cast(Any, zero),
             zero_group=group,
+            weight_group=weights
+            if zero == 3 and (weights := facts.get("layout.weight_group")) != dp * sizes["cp"]
+            else None,
             schedule=schedule,
             stages=stages,
             recompute=recompute_of_stages(recompute, layers, facts.get("layout.every")),

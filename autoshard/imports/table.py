@@ -41,6 +41,7 @@ class Limits:
     recompute: tuple[str, ...]  # of none, selective, full and part: full for some layers of each stage
     selective: tuple[tuple[str, ...], ...] | None = None
     zero_group: bool = False
+    weight_group: bool = False
     libraries: tuple[str, ...] = ()  # behind its kernels
     folds: bool = False  # whether ranks of tp and cp may hold other experts each
     router_losses: bool = False

@@ -76,6 +76,8 @@ def layouts(draw: st.DrawFn) -> tuple[str, Candidate]:
     vp = 2 if schedule in ("interleaved", "zb_v") else 1
     zero = draw(st.sampled_from((0, 1, 3) if dp * cp > 1 else (0, 1)))
     groups = [group for group in (2, 4, 8) if group % cp == 0 and dp * cp % group == 0 and group < dp * cp]
+    group = draw(st.sampled_from((None, *groups))) if zero else None
+    held = [size for size in groups if size < (group or dp * cp)]
     stages = draw(st.lists(st.integers(-1, 1), min_size=pp * vp, max_size=pp * vp)) if pp > 1 else [0]
     even = [layers // (pp * vp) + change for change in stages]
     even[0] += layers - sum(even)
@@ -86,7 +88,8 @@ def layouts(draw: st.DrawFn) -> tuple[str, Candidate]:
         mbs=draw(st.sampled_from((1, 2))),
         sp=draw(st.booleans()) if tp > 1 else None,
         ep=draw(st.sampled_from((1, 2))) if "mixtral" in model and dp % 2 == 0 else 1,
-        zero_group=draw(st.sampled_from((None, *groups))) if zero else None,
+        zero_group=group,
+        weight_group=draw(st.sampled_from((None, *held))) if zero == 3 else None,
         stages=tuple(even) if pp > 1 and draw(st.booleans()) and min(even) >= 3 else None,
         recompute=tuple(recompute),
         cp_order=draw(st.sampled_from(("contiguous", "zigzag"))) if cp > 1 else "contiguous",
@@ -105,7 +108,7 @@ def test_an_exported_layout_is_imported_as_what_was_said(name: str, chosen: tupl
         ranks = load_cluster(cluster).ranks_per_node
         nodes = -(-candidate.num_ranks // ranks)
         dp = nodes * ranks // (candidate.num_ranks // candidate.dp)
-        candidate = replace(candidate, dp=dp, recompute=tuple(kinds), zero_group=None)
+        candidate = replace(candidate, dp=dp, recompute=tuple(kinds), zero_group=None, weight_group=None)
     plan = plan_at(model, candidate, cluster=cluster)
     found = expressed(plan, program)
     question = imported(program, plan, found)

@@ -92,6 +92,7 @@ READ = [
     (ACCELERATE, {"distributed_type": "DEEPSPEED", "deepspeed_config": {"gradient_accumulation_steps": 4}},
      "work.accumulation", 4),
     (ACCELERATE, {"fsdp_config": {"fsdp_reshard_after_forward": False}}, "layout.zero", 1),
+    (DEEPSPEED, {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 8}}, "layout.weight_group", 8),
     (DEEPSPEED, {"fp16": {"enabled": True}}, "work.precision", "fp16,gradients=fp16"),
     (DEEPSPEED, {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}, "work.precision", "bf16"),
     (DEEPSPEED, {"tensor_parallel": {"autotp_size": 2}}, "layout.tp", 2),
@@ -118,7 +119,6 @@ UNREAD = [
     (TITAN, {"parallelism": {"pipeline_parallel_schedule": "LoopedBFS"}}, "pipeline_parallel_schedule: LoopedBFS"),
     (TITAN, {"activation_checkpoint": {"mode": "memory_budget"}}, "activation_checkpoint: memory_budget"),
     (ACCELERATE, {"mixed_precision": "int8"}, "mixed_precision: int8"),
-    (DEEPSPEED, {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 8}}, "zero_hpz_partition_size: 8"),
 ]
 
 

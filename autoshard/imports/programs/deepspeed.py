@@ -9,13 +9,21 @@ from autoshard.imports.programs.shared import FULL, NONE, accumulated, accumulat
 from autoshard.imports.table import Facts, KeyEntry, Keys, Limits, OtherProgram, read_only, truth, whole_number
 
 _AUTO = "auto"
+_STAGE = "zero_optimization.stage"
+# A group gathers weights whole once after an update, and keeps its own pieces until the next one:
+# deepspeedai/DeepSpeed deepspeed/runtime/zero/stage3.py _post_step, invalidate_secondary_tensor.
+_GROUP = "zero_optimization.zero_hpz_partition_size"
 
 
 def _zero(keys: Keys) -> Facts:
-    stage = whole_number(keys.get("zero_optimization.stage") or 0)
-    group = keys.get("zero_hpz_partition_size")
-    unread = [] if group in (None, 1) else [f"zero_hpz_partition_size: {group}"]
-    return {"layout.zero": 3 if stage == 3 else min(stage, 1), "work.stage": stage, "unread": unread}
+    stage, group = (whole_number(keys.get(key) or default) for key, default in ((_STAGE, 0), (_GROUP, 1)))
+    weights = {"layout.weight_group": group} if stage == 3 and group > 1 else {}
+    return {"layout.zero": 3 if stage == 3 else min(stage, 1), "work.stage": stage, **weights}
+
+
+def _written_zero(facts: Facts) -> Keys:
+    group = facts.get("layout.weight_group")
+    return {_STAGE: facts.get("layout.zero", 0), **({_GROUP: group} if group else {})}
 
 
 def _count(key: str, fact: str) -> KeyEntry:
@@ -70,7 +78,7 @@ DEEPSPEED = OtherProgram(
     name="deepspeed",
     title="DeepSpeed",
     form="json",
-    marks=("zero_optimization.stage", "train_batch_size", "train_micro_batch_size_per_gpu"),
+    marks=(_STAGE, "train_batch_size", "train_micro_batch_size_per_gpu"),
     cluster="h100-80",
     kernels="torch_cuda",
     source="deepspeedai/DeepSpeed docs/_pages/config-json.md",
@@ -78,8 +86,7 @@ DEEPSPEED = OtherProgram(
         _count("train_batch_size", "work.global_batch"),
         _count("train_micro_batch_size_per_gpu", "layout.mbs"),
         KeyEntry(keys=("gradient_accumulation_steps",), reads=accumulated, writes=accumulation),
-        KeyEntry(keys=("zero_optimization.stage", "zero_hpz_partition_size"), reads=_zero,
-              writes=lambda facts: {"zero_optimization.stage": facts.get("layout.zero", 0)}),
+        KeyEntry(keys=(_STAGE, _GROUP), reads=_zero, writes=_written_zero),
         _count("tensor_parallel.autotp_size", "layout.tp"),
         KeyEntry(keys=_PRECISION, reads=_precision, writes=_written_precision),
         KeyEntry(keys=_RECOMPUTE, reads=lambda keys: {
@@ -105,6 +112,7 @@ DEEPSPEED = OtherProgram(
         zero=(0, 1, 3),
         stages="even",
         recompute=("none", "full"),
+        weight_group=True,
         sp=(False,),
         precisions=("bf16", "bf16,gradients=bf16", "fp16,gradients=fp16", "fp16,gradients=fp32", "fp32",
                     "bf16,gradients=bf16,masters=none,moments=bf16"),
