@@ -54,4 +54,7 @@ def _remedy(plan: Plan, keeps_most: bool) -> str:
         return f"Plan with --fix {smaller}{'a larger tp, cp or pp' if full else 'recompute=full'}"
     if plan.mesh.size("dp") > 1 and plan.zero != 3:
         return f"Plan with --fix zero={3 if plan.zero else 1}"
+    for key, size in (("weight_group", plan.weight_group), ("zero_group", plan.zero_group)):
+        if size:
+            return f"Plan with a larger {key} than {size}, or without"
     return "Plan with a larger tp or pp, for more ranks"

@@ -78,6 +78,7 @@ BREAKS = {
     "weight-group": (GPU, "tp=1,cp=2,zero=3,zero_group=16,weight_group=32", "a multiple of 2 that divides 16",
                      "tp=1,cp=2,zero=3,zero_group=16,weight_group=4"),
     "nxd-zero-group": ({}, "tp=8,pp=8,zero_group=2", "NxD divides states over all ranks", "tp=8,pp=8"),
+    "nxd-weight-group": ({}, "tp=8,pp=8,weight_group=2", "NxD's parameters stay whole", "tp=8,pp=8"),
     "cp-order-effect": (GPU, "tp=1,cp_order=zigzag", "cp is 1", "tp=1,cp=2,cp_order=zigzag"),
     "fold-effect": (GPU, "tp=2,fold=tp", "a mixture", "tp=2"),
     "ep-effect": (GPU, "tp=1,ep=2", "llama3-70b is dense", "tp=1"),

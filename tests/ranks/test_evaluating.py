@@ -20,6 +20,7 @@ CASES = {
     "a pipeline that is folded": ("tp=1,pp=2,dp=1,vp=2,schedule=zb_v", llama(num_layers=4), "literal"),
     "parts of sequences": ("tp=1,pp=1,cp=2,dp=1,zero=1", llama(), "generated"),
     "pieces of a copy, recomputed": ("tp=1,pp=1,dp=4,zero=3,zero_group=2,recompute=full", llama(), "generated"),
+    "weights over fewer ranks": ("tp=1,pp=1,dp=4,zero=3,weight_group=2", llama(), "generated"),
 }
 
 

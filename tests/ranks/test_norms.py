@@ -25,6 +25,7 @@ CASES = {
     "a pipeline that is folded, tied on a rank": ("tp=1,pp=2,dp=1,vp=2,schedule=zb_v", gpt(num_layers=4), "literal"),
     "no pieces": ("tp=1,pp=1,dp=2,zero=0", llama(), "literal"),
     "pieces of a copy": ("tp=1,pp=1,dp=4,zero=3,zero_group=2,recompute=full", llama(), "generated"),
+    "weights over fewer ranks": ("tp=1,pp=1,dp=4,zero=3,weight_group=2", llama(), "generated"),
 }
 
 

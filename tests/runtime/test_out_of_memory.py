@@ -65,6 +65,7 @@ def test_a_kernel_without_memory_ends_the_run_with_one_line_about_its_stage(tmp_
         ("tp=1,pp=1,dp=2,zero=0", "Plan with --fix zero=1, or"),
         ("tp=1,pp=1,dp=2,zero=1", "Plan with --fix zero=3, or"),
         ("tp=1,pp=1,dp=1", "Plan with a larger tp or pp, for more ranks, or"),
+        ("tp=1,pp=1,dp=4,zero=3,weight_group=2", "Plan with a larger weight_group than 2, or without, or"),
     ],
 )
 def test_what_to_change_is_what_the_plan_has_most_of(text: str, remedy: str) -> None:

@@ -436,6 +436,8 @@ def requests(draw: Any) -> Request:
     }.items():  # fmt: skip
         if draw(st.sampled_from([True, key != "vp" and key != "sp", False])):
             pins[key] = draw(st.sampled_from(values))
+    if pins.get("zero") == 3 and draw(st.booleans()):
+        pins["weight_group"] = draw(st.sampled_from((1, 2)))
     if draw(st.booleans()) and pp > 1:
         pins["schedule"] = draw(st.sampled_from([*BUILDERS]))
     machine = load_cluster("local", 1, ranks=ranks)

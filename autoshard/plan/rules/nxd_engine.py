@@ -100,6 +100,12 @@ def nxd_zero_group(c: Columns) -> Verdict:
     yield f"zero_group={c.shared.zero_group}: NxD divides states over all ranks that share weights. Leave it out"
 
 
+@nxd_rule("weight_group", NXD + "trainer/trainer.py: parameters are never sharded")
+def nxd_weight_group(c: Columns) -> Verdict:
+    yield c.shared.weight_group is None
+    yield f"weight_group={c.shared.weight_group}: NxD's parameters stay whole on every rank of dp. Leave it out"
+
+
 @nxd_rule("ep", MOE + "model.py:229 and 239 reduce over the world group; router gradients are wrong too (model.py:206)")
 def nxd_ep(c: Columns) -> Verdict:
     yield c.ep == 1

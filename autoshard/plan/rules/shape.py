@@ -327,7 +327,7 @@ def zero_group(c: Columns) -> Verdict:
 def weight_group(c: Columns) -> Verdict:
     group, whole = c.shared.weight_group, c.shared.zero_group or c.dp * c.cp
     fits = ((group or whole) % (c.ep * c.cp) == 0) & (whole % (group or whole) == 0)
-    yield (group is None) | (fits & (c.zero == 3))
+    yield (group is None) | (c.engine == "nxd") | (fits & (c.zero == 3))
     why = f"weights rest over a part of the {whole} ranks that divide states, and it holds whole ep and cp"
     yield f"weight_group={group}: {why}. Use zero=3, and a multiple of {c.ep * c.cp} that divides {whole}"
 
