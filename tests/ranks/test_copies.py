@@ -32,6 +32,10 @@ CASES: Mapping[str, tuple[str, ModelSpec, Mapping[str, Any]]] = {
     "weights over fewer ranks of a copy": ("tp=1,pp=1,dp=8,zero=3,zero_group=4,weight_group=2", llama(), TWICE),
     "whole weights": ("tp=1,pp=1,dp=4,zero=3,weight_group=1", gpt(), TWICE),
     "experts whole on each of their ranks": ("tp=1,pp=1,dp=4,ep=2,zero=3,weight_group=2", glm(), BALANCED),
+    "experts over fewer ranks": ("tp=1,pp=1,dp=8,ep=2,zero=3,weight_group=4", llama(**MIXTRAL), BALANCED),
+    "weights over fewer ranks, halves of a backward": (
+        "tp=1,pp=2,dp=4,zero=3,weight_group=2,schedule=zb_h1", gpt(num_layers=4), TWICE,
+    ),
     "weights over cp": ("tp=1,pp=1,cp=2,dp=4,zero=3,weight_group=4,cp_order=zigzag", gpt(), TWICE),
     "weights over fewer ranks, stages in turns": (
         "tp=1,pp=2,dp=4,vp=2,schedule=interleaved,zero=3,weight_group=2,recompute=full", llama(num_layers=4), TWICE,
