@@ -35,6 +35,11 @@ class Option:
     label: str  # how faults name it: PLAN where it is typed without its name
 
     @property
+    def may_have_word(self) -> bool:
+        """Say whether it is typed alone, or with one of its words behind it."""
+        return bool in get_args(self.kind)
+
+    @property
     def is_positional(self) -> bool:
         """Say whether it is typed without its name."""
         return self.label != self.flag

@@ -45,6 +45,9 @@ def add_option(parser: "argparse._ActionsContainer", option: Option, text: str) 
     if option.kind is bool:
         short = ("-v",) if option.name == "verbose" else ()
         parser.add_argument(*short, option.flag, dest=dest_of(option), action="store_true", help=text)
+    elif option.may_have_word:
+        more = {"nargs": "?", "const": True, "metavar": metavar_of(option)}
+        parser.add_argument(option.flag, dest=dest_of(option), help=text, **more)
     elif option.repeats:
         parser.add_argument(option.flag, dest=dest_of(option), action="append", metavar="NAME=VALUE", help=text)
     elif option.is_positional:
@@ -58,5 +61,7 @@ def metavar_of(option: Option) -> str:
     """Return how the help names the value of an option."""
     if option.repeats:
         return "NAME=VALUE"
+    if option.may_have_word:
+        return "|".join(option.words)
     words = (*option.words, "N") if int in get_args(option.kind) and option.words else option.words
     return "{" + ",".join(words) + "}" if words else EXPECTED.get(option.kind, ("TEXT",))[0]

@@ -105,11 +105,19 @@ def _typed_twice(options: Mapping[str, Option], arguments: Sequence[str]) -> Ite
 
 
 def _with_numbers(options: Mapping[str, Option], arguments: Sequence[str]) -> list[str]:
-    """Return the words of a line, where a number below zero is part of the word of its option."""
+    """Return the words of a line, where a number below zero is part of the word of its option.
+
+    An option that may have a word takes only one of its own words: in ``--prove llama3-8b`` it has none.
+    """
     flags = {option.flag for option in options.values() if option.kind is not bool and not option.is_positional}
+    may_have = {option.flag: option.words for option in options.values() if option.may_have_word}
     words = list[str]()
     for argument in arguments:
-        if words and words[-1] in flags and _BELOW_ZERO.match(argument):
+        if words and words[-1] in may_have:
+            flag = words.pop()
+            is_word = argument in may_have[flag]
+            words += [f"{flag}={argument}"] if is_word else [f"{flag}=true", argument]
+        elif words and words[-1] in flags and _BELOW_ZERO.match(argument):
             words[-1] += f"={argument}"
         else:
             words.append(argument)

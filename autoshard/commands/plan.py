@@ -34,7 +34,7 @@ from autoshard.search.ask.choice.doubt import DOUBT, Within
 from autoshard.search.ask.no_plan import better_sizes, unanswered
 from autoshard.search.ask.planner import Known, SearchResult, at_most, frontier, search
 from autoshard.search.bound.request import Request, rejections_of, resolved
-from autoshard.search.fill.stage_filling import EVERYTHING, Effort
+from autoshard.search.fill.stage_filling import EVERYTHING, PROVEN, Effort
 from autoshard.spec.model import ModelSpec
 from autoshard.spec.recipe import Pins, QuestionOptions
 from autoshard.units import format_bytes, format_seconds
@@ -51,14 +51,15 @@ class SearchOptions:
 
     Args:
         objective: What is minimised. On one cluster dollars are proportional to time.
-        prove: Search until the plan is proven to be the best, instead of within 0.5% of the best.
+        prove: Go on until the plan is proven to be within 0.5% of the best, as far as bounds can prove it; `--prove
+            exact` until it is proven to be the best.
         exhaustive: Solve every layout, without bounds. Slow; it serves to check that the bounds are right.
         time_limit: Stop after so many seconds with the best plan found, or the plain one that is made first, and print
             how far it may be from the best.
     """
 
     objective: Literal["time", "dollars", "memory"] = "time"
-    prove: bool = False
+    prove: bool | Literal["exact"] = False
     exhaustive: bool = False
     time_limit: int | None = None
 
@@ -104,7 +105,8 @@ class SearchOptions:
         )
         require((self.objective != "dollars" or cluster.price_usd_per_node_hour is not None, "--objective", message))
         limited = self.time_limit is not None
-        effort = replace(EVERYTHING if self.prove else Effort(), exhaustive=self.exhaustive, at_once=limited)
+        effort = EVERYTHING if self.prove == "exact" else PROVEN if self.prove else Effort()
+        effort = replace(effort, exhaustive=self.exhaustive, at_once=limited)
         return replace(request, effort=effort, objective=self.objective)
 
 

@@ -35,6 +35,8 @@ class Certificate:
     num_open: int = 0  # that may be better by their bound, and were left when the search ended
     num_left: int = 0  # of which nothing is known, because the search was stopped before
     num_tables: int = 0
+    num_changes: int = 0  # of the best plan, which a local search has priced without any bounds
+    gained: float = 0.0  # by how much the best of them was faster, as a share; it is the best plan then
     value: float = math.inf  # of the answer, in units of the objective; infinite where there is none
     bound: float = math.inf  # nothing that was left open can be less
     ended: str = "complete"  # or why the search stopped before
@@ -65,6 +67,14 @@ class Certificate:
         return replace(self, value=value, by_headroom=by_headroom)
 
     @property
+    def changes(self) -> str:
+        """Say what a local search around the best plan has found; nothing where there was none."""
+        if not self.num_changes:
+            return ""
+        gain = f"made it {format_at_most(self.gained)} faster" if self.gained > 0 else "gained nothing"
+        return f"{self.num_changes:,} changes of the best plan {gain}"
+
+    @property
     def statement(self) -> str:
         """Say in words what was proven."""
         best = {"time": "fastest", "memory": "smallest", "dollars": "cheapest"}[self.objective]
@@ -86,9 +96,10 @@ class Certificate:
         rest += f", {self.num_left} not looked at" if self.num_left else ""
         gap = format_at_most(self.gap) if self.bound else "unknown"
         tables = "1 table" if self.num_tables == 1 else f"{self.num_tables} tables"
+        changes = f"; {self.changes}" if self.changes else ""
         return (
             f"{self.num_solved} points solved ({self.num_fitting} fit), {self.num_bounded} pruned by their bound, "
-            f"{self.num_too_large} too large for memory{rest}; {tables} solved; bound {bound}, gap {gap}"
+            f"{self.num_too_large} too large for memory{rest}; {tables} solved; bound {bound}, gap {gap}{changes}"
         )
 
     def plus(self, more: "Certificate") -> "Certificate":
@@ -103,6 +114,7 @@ class Certificate:
             more,
             **{name: getattr(self, name) + getattr(more, name) for name in names},
             refusals=tuple(both.values()),
+            gained=max(self.gained, more.gained),
             value=min(self.value, more.value),
             bound=min(self.bound, more.bound),
             ended=self.stopped or more.ended,

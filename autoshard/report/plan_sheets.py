@@ -255,11 +255,11 @@ def search_words(certificate: Certificate) -> str:
     """Say how good the plan is among what was searched."""
     more = {"time": "faster", "memory": "smaller", "dollars": "cheaper"}[certificate.objective]
     best = {"time": "fastest", "memory": "smallest", "dollars": "cheapest"}[certificate.objective]
-    of = f"{certificate.num_legal:,} legal layouts searched"
-    gap = certificate.gap
+    of, gap = f"{certificate.num_legal:,} legal layouts searched", certificate.gap
     if not certificate.bound:
         return f"{of} in part: how much {more} another could be is not known"
-    return f"the {best} of {of}" if gap < 1e-9 else f"{of}: none can be more than {format_at_most(gap)} {more}"
+    proven = f"the {best} of {of}" if gap < 1e-9 else f"{of}: none can be more than {format_at_most(gap)} {more}"
+    return "; ".join(filter(None, (proven, certificate.changes)))
 
 
 def compiled_words(compiling: Compiling) -> str:

@@ -18,9 +18,17 @@ from autoshard.plan.explanation import Certificate
 from autoshard.plan.found import SolvedLayout
 from autoshard.plan.plan import Plan, rounded
 from autoshard.plan.rules.columns import Engine
-from autoshard.search.ask.choice.choosing import Choice, choose, choose_known, fastest_with_fsdp, of_another_kind
+from autoshard.search.ask.choice.choosing import (
+    Choice,
+    choose,
+    choose_known,
+    fastest_of,
+    fastest_with_fsdp,
+    of_another_kind,
+)
 from autoshard.search.ask.choice.doubt import DOUBT, Within
 from autoshard.search.ask.choice.hinge import experts_hinge
+from autoshard.search.ask.choice.hunt import hunted
 from autoshard.search.ask.choice.searched import EngineResult, order_of
 from autoshard.search.ask.plain import plain_plan
 from autoshard.search.bound.legal_space import LegalSpace, legal_space
@@ -85,6 +93,7 @@ def search(
     """
     plain = plain_plan(request) if request.effort.at_once else None
     results = _search_engines(request, num_plans, watch, {} if known is None else known, nearest=nearest)
+    results = _hunted(results) if simple_within is not None else results
     choice, simple_ended = _chosen(results, simple_within)
     ranked = sorted(((result, solution) for result in results for solution in result.solutions), key=order_of)
     ranked[:num_plans] = sorted(
@@ -138,6 +147,18 @@ def _search_engines(
             faults.append(fault)
     if not results:
         raise faults[0]
+    return results
+
+
+def _hunted(results: list[EngineResult]) -> list[EngineResult]:
+    """Look around the fastest solution for a better one, and note in the certificate of its engine what came of it."""
+    best = fastest_of(results)
+    if not best or any(result.legal.stopped for result in results):
+        return results
+    with suppress(SearchStopped):
+        hunt = hunted(*best)
+        certificate = replace(best[0].legal, num_changes=hunt.num_changes, gained=hunt.gained)
+        return [replace(result, legal=certificate) if result is best[0] else result for result in results]
     return results
 
 

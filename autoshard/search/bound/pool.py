@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from autoshard.blocks.cutting import solved_cutting
+from autoshard.blocks.cutting import Terms, solved_cutting
 from autoshard.layout.layout import Cutting
 from autoshard.layout.pin import Pin
 from autoshard.plan.explanation import Certificate
@@ -356,6 +356,10 @@ class Pool:
         if self.goal.effort.exhaustive or not np.isfinite(self._best.limit(self._count)):
             return np.inf
         return self._best.limit(self._place) * (1 - (self.goal.effort.gap if self._place == 1 else 0.0))
+
+    def cutting_of(self, terms: Terms, layout: int) -> Cutting:
+        """Return how a layout was cut at first under some terms."""
+        return next(cutting for of, cutting, served in self._kinds.cuttings if of == terms and layout in served)
 
     def keep(self, solution: Solution) -> None:
         """Keep a solution that was found for another purpose, if it is faster than all, and time is the objective."""

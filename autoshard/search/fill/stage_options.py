@@ -38,6 +38,8 @@ class Effort:
     most_idle: float = 32  # groups of points that are solved without a better answer, where they cannot raise the bound
     exhaustive: bool = False  # no point is left out because of its bound
     at_once: bool = False  # a plain plan is made before all else, in case the search is stopped
+    most_changes: int = 5_000  # of the best plan that a local search tries, and the seconds that it may take
+    changes_s: float = 0.4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -280,22 +282,30 @@ class RankOptions:
 
     def timed(self, option: Ints, candidates: Ints) -> StageFilling:
         """Time one option per rank, [rank, column], of a candidate for each column."""
-        counts, ranks = counts_of(self.blocks.schedule), np.arange(self.blocks.schedule.num_ranks)[:, None]
-        shape = (len(ranks), *self.options.recomputed.shape[1:])
-        prices = self.prices.of_options(option, candidates)
-        time_s = step_seconds(self.blocks.only(candidates), prices).total_s
+        return timed_options(self.blocks, self.options, self.prices, (option, candidates))
 
-        def by_stage(column: Ints) -> Ints:
-            return np.broadcast_to(column, shape)[ranks, option][counts.ranks, :, counts.chunks]
 
-        return StageFilling(
-            time_s=time_s,
-            bound=time_s,
-            peak_bytes=prices.peak_bytes.max(axis=0),
-            kind=by_stage(self.options.kind),
-            recomputed=by_stage(self.options.recomputed),
-            plain=by_stage(self.options.plain),
-        )
+def timed_options(
+    blocks: PipelineBlocks, options: StageOptions, prices: StagePrices, chosen: tuple[Ints, Ints]
+) -> StageFilling:
+    """Time priced options: ``chosen`` names one for each rank, [rank, column], and the candidate of each column."""
+    (option, candidates), counts = chosen, counts_of(blocks.schedule)
+    ranks = np.arange(blocks.schedule.num_ranks)[:, None]
+    shape = (len(ranks), *options.recomputed.shape[1:])
+    of_columns = prices.of_options(option, candidates)
+    time_s = step_seconds(blocks.only(candidates), of_columns).total_s
+
+    def by_stage(column: Ints) -> Ints:
+        return np.broadcast_to(column, shape)[ranks, option][counts.ranks, :, counts.chunks]
+
+    return StageFilling(
+        time_s=time_s,
+        bound=time_s,
+        peak_bytes=of_columns.peak_bytes.max(axis=0),
+        kind=by_stage(options.kind),
+        recomputed=by_stage(options.recomputed),
+        plain=by_stage(options.plain),
+    )
 
 
 def _least_of_each(cost: Floats, divisions: Ints) -> Ints:
