@@ -7,8 +7,8 @@ after I.
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import reduce
+from dataclasses import dataclass, replace
+from functools import lru_cache, reduce
 from typing import Any
 
 import numpy as np
@@ -46,26 +46,67 @@ class KernelRun:
     products: bool  # whether its matrix products are of activations with the weights of a layer
 
 
-def kernel_runs(
+Runs = tuple[tuple["KernelRun", ...], tuple["Moment", ...]]
+Slot = tuple[str, Tensor, str]  # operation, tensor, and the storage in which it may be kept for backward
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockKernels:
+    """The kernels of a block however it is cut, and what lies in memory while each runs, in the order of both.
+
+    A moment has what its kernel takes unless it finds that as it is saved, what waits, and what is free.
+    """
+
+    runs: tuple[tuple[KernelRun, tuple[Slot, ...]], ...]
+    moments: tuple[tuple[tuple[Slot, ...], tuple[Slot, ...], frozenset[str]], ...]
+
+    def cut(self, storage_cuts: Mapping[str, tuple[Cuts, ...]], op_cuts: Mapping[str, Cuts]) -> "Runs":
+        """Return the runs and the moments, given how storages are kept and operations are cut."""
+
+        def fresh(slots: Sequence[Slot]) -> list[Fresh]:
+            return [(op, tensor, storage_cuts.get(storage, ())) for op, tensor, storage in slots]
+
+        def is_as_saved(entry: Fresh) -> bool:
+            op, tensor, layouts = entry
+            return bool(layouts) and {dim: cut for dim, cut in op_cuts[op].items() if dim in tensor.dims} in layouts
+
+        runs = tuple([replace(run, fresh=tuple(fresh(slots))) for run, slots in self.runs])
+        moments: list[Moment] = []
+        for taken, waiting, frees in self.moments:
+            takes = [entry for entry in fresh(taken) if not is_as_saved(entry)]
+            moments.append(Moment(takes=(*takes, *fresh(waiting)), frees=frees))
+        return runs, tuple(moments)
+
+
+@lru_cache(maxsize=256)  # a search cuts a few blocks in hundreds of ways
+def block_kernels(
     block: Block,
-    storage_cuts: Mapping[str, tuple[Cuts, ...]],
+    storages: frozenset[str],
     added: frozenset[str] = frozenset(),
+    unmade: frozenset[str] = frozenset(),
     *,
     eager: bool = True,
-) -> Iterator[KernelRun]:
+) -> BlockKernels:
     """Group the operations of a table's entry: forward, backward, weight gradients and their sums are a run each.
 
-    ``storage_cuts`` says how storages are cut that stay for backward when nothing is recomputed. ``added`` names sums
-    that the products of weight gradients add to themselves. ``eager`` kernels hand everything on through memory; a
-    compiler makes scores of attention again piece by piece, where their backward needs them.
+    ``storages`` stay for backward when nothing is recomputed. ``added`` names sums to which the products of weight
+    gradients add themselves, ``unmade`` gradients that are never tensors. ``eager`` kernels hand everything on through
+    memory; a compiler makes scores of attention again piece by piece, where their backward needs them.
     """
+    runs = tuple(_kernel_runs(block, storages, added, eager=eager))
+    return BlockKernels(runs=runs, moments=tuple(_memory_timeline(block, runs, storages, unmade)))
+
+
+def _kernel_runs(
+    block: Block, storages: frozenset[str], added: frozenset[str], *, eager: bool
+) -> Iterator[tuple[KernelRun, tuple[Slot, ...]]]:
     owner = {name: group for group in block.fused for name in group.ops}
     members: dict[tuple[str, str, bool, bool], list[Op]] = defaultdict(list)
     for op in block.select("micro_batch"):
         if op.source in owner:
             summed = isinstance(op.kind, Accumulate) and op.outputs[0] not in added
             members[owner[op.source].ops[0], op.pass_, op.again, summed].append(op)
-    traffic, weight_products = _MemoryTraffic(block, storage_cuts, eager=eager), block.weight_products
+    traffic, weight_products = _MemoryTraffic(block, storages, eager=eager), block.weight_products
     for (_, pass_, again, summed), ops in members.items():
         group, forward = owner[ops[0].source], pass_ == "F" or again
         plain = summed or pass_ == "W"  # nothing of what makes a kernel several is in products and sums of their own
@@ -77,15 +118,12 @@ def kernel_runs(
         touched = tuple(traffic.forward(ops, group) if forward else traffic.backward(ops, group))
         scratch = () if forward or plain else [(group.ops[0], save.tensor) for save in group.scratch]
         products = [op.source for op in ops if isinstance(op.kind, Einsum)]
-        yield KernelRun(
+        fresh = ((op, tensor) for op, tensor in (*touched, *scratch) if not traffic.is_state(tensor))
+        run = KernelRun(
             pass_=pass_,
             ops=tuple(ops),
             touched=touched,
-            fresh=tuple(
-                (op, tensor, traffic.kept_cuts(tensor.name))
-                for op, tensor in (*touched, *scratch)
-                if not traffic.is_state(tensor)
-            ),
+            fresh=(),
             keeps=() if forward or plain else tuple(save.storage for save in group.saves),
             skips_masked=group.kernel.skips_masked,
             mask_tile=group.kernel.mask_tile,
@@ -95,6 +133,7 @@ def kernel_runs(
             traffic_ratio=1.0 if plain else group.kernel.traffic_ratio,
             products=bool(products) and weight_products.issuperset(products),
         )
+        yield run, tuple((op, tensor, traffic.storage(tensor.name)) for op, tensor in fresh)
 
 
 def gradient_sums(
@@ -128,8 +167,8 @@ def gradient_sums(
 class _MemoryTraffic:
     """What the kernels of a block read and write; a tensor that a deliver hands on is the one it came from."""
 
-    def __init__(self, block: Block, storage_cuts: Mapping[str, tuple[Cuts, ...]], *, eager: bool) -> None:
-        self.block, self.kept, self.eager = block, storage_cuts, eager
+    def __init__(self, block: Block, storages: frozenset[str], *, eager: bool) -> None:
+        self.block, self.kept, self.eager = block, storages, eager
         self.saved = {entry.storage for entry in block.saved}
         self.source = {op.name: op.source for op in block.ops}
         # Sums of gradients take the place of the sums before.
@@ -157,7 +196,7 @@ class _MemoryTraffic:
         for op in ops:
             read = [name for name in op.inputs if not self.origins[name] <= results]
             readers = {name: {self.source[reader] for reader in self.readers[name]} for name in op.outputs}
-            written = [name for name, by in readers.items() if not by or by - {*group.ops} or self.kept_cuts(name)]
+            written = [name for name, by in readers.items() if not by or by - {*group.ops} or self.is_kept(name)]
             for name in (*read, *written):
                 moved.setdefault(name, (op.name, self.block.tensors[name]))
         yield from moved.values()
@@ -167,7 +206,7 @@ class _MemoryTraffic:
         """Yield what a backward kernel moves; for what was not kept as it was it reads the forward kernel's copies."""
         names, results = {op.name for op in ops}, {output for op in ops for output in op.outputs}
         reads = [(op.name, name) for op in ops for name in op.inputs if not self.origins[name] <= results]
-        lost = {name for _, name in reads if self.block.tensors[name].role == "activation" and not self.kept_cuts(name)}
+        lost = {name for _, name in reads if self.block.tensors[name].role == "activation" and not self.is_kept(name)}
         writes = [
             (op.name, name) for op in ops for name in op.outputs if not self.readers[name] or self.readers[name] - names
         ]
@@ -180,12 +219,13 @@ class _MemoryTraffic:
         """Say whether a tensor has memory for the whole step."""
         return tensor.name in self.resident or tensor.role in ("parameter", "state")
 
-    def kept_cuts(self, name: str) -> tuple[Cuts, ...]:
-        """Return how a tensor is cut where a rank keeps it for backward; nothing if it does not.
+    def is_kept(self, name: str) -> bool:
+        """Say whether a rank keeps a tensor for backward."""
+        return self.storage(name) in self.kept
 
-        A clone's result takes the place of what was dropped.
-        """
-        return self.kept.get(min(self.origins.get(name, {name})).removesuffix(".again"), ())
+    def storage(self, name: str) -> str:
+        """Return where a tensor is kept, if it is; a clone's result takes the place of what was dropped."""
+        return min(self.origins.get(name, {name})).removesuffix(".again")
 
     def _copies(self, group: FusedOps, *, dropped: bool) -> Iterator[Moved]:
         """Yield what a kernel keeps beside the tensors of the graph; ``dropped``: what only its clone keeps, too."""
@@ -271,14 +311,13 @@ def working_bytes(
     return working
 
 
-def memory_timeline(
+def _memory_timeline(
     block: Block,
-    kernels: Iterable[KernelRun],
-    sharding: Sharding,
+    kernels: Iterable[tuple[KernelRun, tuple[Slot, ...]]],
     kept_storages: frozenset[str],
     unmade: frozenset[str],
-) -> tuple[Moment, ...]:
-    """Return a moment for each kernel, in the order in which they run.
+) -> Iterator[tuple[tuple[Slot, ...], tuple[Slot, ...], frozenset[str]]]:
+    """Yield a moment for each kernel, in the order in which they run, as ``BlockKernels`` has it.
 
     ``kept_storages`` names the storages that are kept, or made again before backward reads them; ``unmade`` the
     gradients that are never tensors.
@@ -287,37 +326,35 @@ def memory_timeline(
     position = {op.name: number for number, op in enumerate(block.ops)}
     maker = {name: position[op.name] for op in block.ops for name in op.outputs}
 
-    def turn(kernel: KernelRun) -> tuple[int, int]:
-        first = kernel.ops[0]
+    def turn(kernel: tuple[KernelRun, tuple[Slot, ...]]) -> tuple[int, int]:
+        first = kernel[0].ops[0]
         added = storages.root(first.inputs[1]) if isinstance(first.kind, Accumulate) else ""
         # A gradient that the block is given, such as that of a last bias, has no maker here.
         return (maker[added], 1) if added in maker else (position[first.name], 0)
 
-    def takes_memory(entry: Fresh) -> bool:
+    def takes_memory(entry: Slot) -> bool:
         name = entry[1].name
         return storages.root(name) not in unmade and storages.of(name) not in storages.over.values()
 
     ordered = sorted(kernels, key=turn)
-    backward = (number for number, run in enumerate(ordered) if run.ops[0].pass_ != "F" or run.ops[0].again)
+    backward = (number for number, (run, _) in enumerate(ordered) if run.ops[0].pass_ != "F" or run.ops[0].again)
     first_backward = next(backward, len(ordered))
-    uses: dict[str, list[tuple[int, Fresh]]] = defaultdict(list)
-    for number, run in enumerate(ordered):
-        for entry in run.fresh:
+    uses: dict[str, list[tuple[int, Slot]]] = defaultdict(list)
+    for number, (_, slots) in enumerate(ordered):
+        for entry in slots:
             uses[storages.of(entry[1].name)].append((number, entry))
     carried = storages.of(f"d.{block.carry_out}")  # arrives when backward starts, and the block hands it back
-    kept_until = {storage: number for number, run in enumerate(ordered) for storage in run.keeps}
+    kept_until = {storage: number for number, (run, _) in enumerate(ordered) for storage in run.keeps}
     dead = {storage: max(used[-1][0], kept_until.get(storage, 0)) for storage, used in uses.items()}
     dead |= {carried: len(ordered)} if carried in uses else {}
-    born: dict[str, tuple[int, Fresh]] = {}  # of what is made to be read later: when it is made, and how
+    born: dict[str, tuple[int, Slot]] = {}  # of what is made to be read later: when it is made, and how
     for storage, used in uses.items():
-        written = (entry for number, entry in used if any(entry[1].name in op.outputs for op in ordered[number].ops))
+        written = (entry for number, entry in used if any(entry[1].name in op.outputs for op in ordered[number][0].ops))
         entry = next(written, used[0][1])
-        if takes_memory(entry) and storage not in kept_storages and not entry[2]:
+        if takes_memory(entry) and storage not in kept_storages and entry[2] not in kept_storages:
             born[storage] = first_backward - 1 if storage == carried else used[0][0], entry
-    moments: list[Moment] = []
-    for number, run in enumerate(ordered):
-        temporary = [entry for entry in run.fresh if takes_memory(entry) and not _is_as_saved(entry, sharding)]
-        touched = {storages.of(tensor.name) for _, tensor, _ in run.fresh}
+    for number, (_, slots) in enumerate(ordered):
+        touched = {storages.of(tensor.name) for _, tensor, _ in slots}
         waiting = (
             entry
             for storage, (since, entry) in born.items()
@@ -326,14 +363,7 @@ def memory_timeline(
         frees = (
             storage for storage in kept_storages if number >= first_backward and dead.get(storage, number) < number
         )
-        moments.append(Moment(takes=(*temporary, *waiting), frees=frozenset(frees)))
-    return tuple(moments)
-
-
-def _is_as_saved(entry: Fresh, sharding: Sharding) -> bool:
-    """Say whether an operation finds a tensor as it is kept, whatever the sizes of atoms."""
-    op, tensor, layouts = entry
-    return {dim: cut for dim, cut in sharding.op_cuts[op].items() if dim in tensor.dims} in layouts
+        yield tuple(filter(takes_memory, slots)), tuple(waiting), frozenset(frees)
 
 
 class _Storages:

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
 
-from autoshard.cost.kernel_run import KernelRun, Moment, gradient_sums, kernel_runs, memory_timeline
+from autoshard.cost.kernel_run import KernelRun, Moment, block_kernels, gradient_sums
 from autoshard.errors import InputError
 from autoshard.graph.block import Block
 from autoshard.graph.kinds.linear import Einsum
@@ -63,13 +63,14 @@ class LoweredBlock:
             name for name in added if f"{name}.sum" in block.tensors
         }
         sums = frozenset(f"{name}.sum" for name in names)
-        runs = tuple(kernel_runs(block, kept_cuts, sums, eager=kernels.eager))
         unmade = (op.inputs[1] for op in block.ops if isinstance(op.kind, Accumulate) and op.outputs[0] in sums)
+        of_block = block_kernels(block, frozenset(kept_cuts), sums, frozenset(unmade), eager=kernels.eager)
+        runs, moments = of_block.cut(kept_cuts, sharding.op_cuts)
         return cls(
             block=block,
             sharding=sharding,
             runs=runs,
-            moments=memory_timeline(block, runs, sharding, frozenset(kept_cuts), frozenset(unmade)),
+            moments=moments,
             sums=tuple(gradient_sums(block, program, adding, eager=kernels.eager)) if kernels.adds_gradients else (),
             placeholders=tuple(filter(None, placeholders)),
             hides_tp=kernels.hides.get("tp", 0.0),

@@ -78,6 +78,10 @@ class Block:
             defined.update(op.outputs)
         self._check_gradients_and_deliveries()
 
+    def __hash__(self) -> int:
+        """Return a number by which what was worked out about a block is known again; equal blocks have the same."""
+        return hash((self.kind, self.recompute, len(self.ops), len(self.saved), len(self.tensors)))
+
     @property
     def is_layer(self) -> bool:
         """Whether it is one of the layers of a decoder."""

@@ -8,7 +8,8 @@ to both inputs, with its own cuts.
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
@@ -69,6 +70,56 @@ Busy = frozenset[str] | None
 When = Pass | Literal["again"]  # whose reading: of a pass, or of what is computed again for backward
 
 
+Read = tuple[int, str, Dims, bool, bool]  # index, name and dims of an input, and if it is a state and lets sums pass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _OpFacts:
+    """What holds of an operation of a block however it is cut: its dims, its inputs in order, its results."""
+
+    dims: Dims
+    read_dims: frozenset[str]
+    reads: tuple[Read, ...]  # states last: their sums wait like those of what is added to them
+    results: tuple[tuple[str, Dims, tuple[int, ...]], ...]  # with the inputs whose sums pass into each
+    maximises: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _BlockFacts:
+    """What holds of a block however it is cut."""
+
+    ops: Mapping[str, _OpFacts]
+    at_once: frozenset[str]  # gradients that are summed where they arrive
+    settled: frozenset[str]
+    maker: Mapping[str, Op]
+
+
+@lru_cache(maxsize=256)  # a search cuts a few blocks in hundreds of ways
+def _facts(block: Block) -> _BlockFacts:
+    collects = (op for op in block.select("micro_batch", "I") if isinstance(op.kind, Collect) and op.kind.settles)
+    at_once = frozenset(name for op in collects for name in op.outputs)
+    settled, ops = _settled(block) | at_once, dict[str, _OpFacts]()
+    for op in block.select("micro_batch"):
+        linear, tensors = op.kind.linear_through(), [block.tensors[name] for name in op.inputs]
+        reads = [
+            (index, tensor.name, tensor.dims, tensor.role == "state", index in linear and tensor.name not in settled)
+            for index, tensor in enumerate(tensors)
+        ]
+        passing = [
+            tuple(read for read in range(len(tensors)) if index in linear.get(read, ()))
+            for index in range(len(op.outputs))
+        ]
+        ops[op.name] = _OpFacts(
+            dims=op_dims(block, op),
+            read_dims=frozenset(dim for tensor in tensors for dim in tensor.dims),
+            reads=tuple(sorted(reads, key=lambda read: read[3])),
+            results=tuple((name, block.tensors[name].dims, passing[index]) for index, name in enumerate(op.outputs)),
+            maximises=isinstance(op.kind, Reduce) and op.kind.function == "max",
+        )
+    maker = {name: op for op in reversed(block.ops) for name in op.outputs}
+    return _BlockFacts(ops=ops, at_once=at_once, settled=settled, maker=maker)
+
+
 class _Lowering:
     """A program under construction: the values that exist, their layouts, and the passes that made them."""
 
@@ -97,10 +148,8 @@ class _Lowering:
         self._entry = {tensor: f"{name}_out" for name in block.gives for tensor in (name, f"d.{name}")}
         self._seeds = {f"d.{name}": name for name in block.gives}  # gradients that arrive, and of which results
         self._count = 0
-        collects = (op for op in block.select("micro_batch", "I") if isinstance(op.kind, Collect) and op.kind.settles)
-        self._at_once = frozenset(name for op in collects for name in op.outputs)  # gradients summed where they arrive
-        self._settled = _settled(block) | self._at_once
-        self._maker = {name: op for op in reversed(block.ops) for name in op.outputs}
+        self._facts = _facts(block)
+        self._at_once, self._maker = self._facts.at_once, self._facts.maker
 
     def add(self, op: Op) -> None:
         """Lower one operation; delivers and their gradients only record the tensors behind a name."""
@@ -113,13 +162,14 @@ class _Lowering:
             self._parts[op.outputs[0]] = list(op.inputs)
             self._entry[op.outputs[0]] = op.source
             return
-        op_cuts, ring = _restricted(self.cuts[op.source], op_dims(self.block, op)), tuple[Collective, ...]()
+        facts = self._facts.ops[op.name]
+        op_cuts, ring = _restricted(self.cuts[op.source], facts.dims), tuple[Collective, ...]()
         around = tuple(atom for atom in op_cuts.get(op.kind.ring_dim, ()) if self.atoms.get(atom, 1) > 1)
         if around:
             hops = math.prod(self.atoms[atom] for atom in around) - isinstance(op.kind, Attend)
             ring = (Collective(kind="permute", dim=op.kind.ring_dim, atoms=around),) * hops
-        reads = tuple(self._reads(op, op_cuts))
-        writes = tuple(self._output(op, index, op_cuts, reads) for index in range(len(op.outputs)))
+        reads = tuple(self._reads(op, facts, op_cuts))
+        writes = tuple(self._outputs(facts, op_cuts, reads))
         self.made |= {value.tensor: value for value in writes}
         self.instructions.append(Compute(op=op, cuts=op_cuts, reads=reads, writes=writes, ring=ring))
 
@@ -153,19 +203,16 @@ class _Lowering:
             return self._given_again(root, root_cuts)
         return self._change(self.made[root], root_cuts, when, busy)
 
-    def _reads(self, op: Op, op_cuts: Cuts) -> list[Value]:
+    def _reads(self, op: Op, facts: _OpFacts, op_cuts: Cuts) -> list[Value]:
         """Fetch the inputs of an operation in its cuts; an accumulator last: its sums wait like its addend's."""
         busy = frozenset(atom for atoms in op_cuts.values() for atom in atoms)
-        linear = op.kind.linear_through()
+        when: When = "again" if op.again else op.pass_
         by_index: dict[int, Value] = {}
-        for index, name in sorted(enumerate(op.inputs), key=lambda read: self.block.tensors[read[1]].role == "state"):
-            tensor = self.block.tensors[name]
-            if tensor.role == "state":
+        for index, name, dims, is_state, passes in facts.reads:
+            if is_state:
                 (addend,) = by_index.values()
                 self._give(name, dict(addend.layout.dims), addend.layout.sums)
-            when: When = "again" if op.again else op.pass_
-            passes = index in linear and name not in self._settled
-            by_index[index] = self.fetch(name, _restricted(op_cuts, tensor.dims), when, busy if passes else None)
+            by_index[index] = self.fetch(name, {dim: op_cuts[dim] for dim in dims}, when, busy if passes else None)
         return [by_index[index] for index in range(len(op.inputs))]
 
     def between(self, tensor: str) -> Cuts:
@@ -188,22 +235,16 @@ class _Lowering:
             self.instructions.append(Given(value=self._changed[key]))
         return self._changed[key]
 
-    def _output(self, op: Op, index: int, op_cuts: Cuts, reads: Sequence[Value]) -> Value:
-        """Cut an output as its operation is cut; an atom of a dim that it lacks leaves a sum (or maximum) pending."""
-        name = op.outputs[index]
-        dims = self.block.tensors[name].dims
-        cuts = _restricted(op_cuts, dims)
-        held = {atom for atoms in cuts.values() for atom in atoms}
-        read_dims = {dim for tensor in op.inputs for dim in self.block.tensors[tensor].dims}
-        lost = [atom for dim, atoms in op_cuts.items() if dim in read_dims for atom in atoms if atom not in held]
-        through = op.kind.linear_through()
-        passed = [
-            atom for number, value in enumerate(reads) if index in through.get(number, ()) for atom in value.layout.sums
-        ]
-        pending = tuple(dict.fromkeys((*lost, *passed)))
-        maximises = isinstance(op.kind, Reduce) and op.kind.function == "max"
-        layout = _layout(dims, cuts, maxima=pending) if maximises else _layout(dims, cuts, sums=pending)
-        return Value(name=name, tensor=name, layout=layout)
+    def _outputs(self, facts: _OpFacts, op_cuts: Cuts, reads: Sequence[Value]) -> Iterator[Value]:
+        """Cut results as their operation is cut; an atom of a dim that one lacks leaves a sum (or maximum) pending."""
+        used = [(dim, atoms) for dim, atoms in op_cuts.items() if atoms and dim in facts.read_dims]
+        for name, dims, passing in facts.results:
+            held = {atom for dim in dims for atom in op_cuts[dim]}
+            lost = [atom for _, atoms in used for atom in atoms if atom not in held]
+            passed = [atom for number in passing for atom in reads[number].layout.sums]
+            pending = tuple(dict.fromkeys((*lost, *passed)))
+            layout = _layout(dims, op_cuts, **{"maxima" if facts.maximises else "sums": pending})
+            yield Value(name=name, tensor=name, layout=layout)
 
     def _change(self, value: Value, cuts: Cuts, when: When, busy: Busy) -> Value:
         now = value.layout

@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 from hypothesis import given, strategies as st
 
-from autoshard.cost.kernel_run import kernel_runs
+from autoshard.cost.kernel_run import block_kernels
 from autoshard.graph.kinds.linear import Collect, Deliver, Einsum
 from autoshard.graph.kinds.optimizer import Accumulate
 from autoshard.plan.rules.columns import effective_names
@@ -111,7 +111,7 @@ class TestCopies:
     @pytest.mark.parametrize(("drop", "norm_passes"), [("full", ["I", "I"]), ("selective[CoreAttention]", ["F", "I"])])
     def test_a_compiled_graph_moves_copies_of_a_clone_but_not_its_scores(self, drop, norm_passes):
         block = sharded("nxd_core", drop=drop)
-        eager = kernel_runs(block.block, sharded("nxd_core").sharding.kept_cuts)
+        eager = [run for run, _ in block_kernels(block.block, frozenset(sharded("nxd_core").sharding.kept_cuts)).runs]
         for runs, has_scores in ((block.runs, False), (eager, True)):
             for run in (run for run in runs if run.ops[0].source == "attend"):
                 copies = {name for name in names_of(run) if name.startswith("attend.copy")}
