@@ -82,7 +82,7 @@ def solved_cutting(question: Question, candidate: Candidate, terms: Terms) -> Cu
             atoms_by_dim = {dim: list(cut) for dim, cut in cuts[op.name].items()}
             for atom in (atom for atom in ATOMS if atom not in problem.real_atoms):
                 with suppress(InputError):  # pins leave it none; that is an error where it cuts something
-                    dims = _allowed_dims(question.step, terms, kind, op.name, atom)
+                    dims = allowed_dims(question.step, terms, kind, op.name, atom)
                     if len(dims) > 1:  # a cp of 1 stands with slots
                         dims = tuple(dim for dim in dims if dim != "experts")
                     if len(dims) == 1 and dims[0]:
@@ -186,12 +186,13 @@ def operator_problem(
 def allowed_cuts(step: StepGraph, terms: Terms, kind: str, real: Atoms) -> Mapping[str, tuple[Cuts, ...]]:
     """Return the cuts that Rules and pins allow to each operation of a block; only these atoms are larger than 1."""
     block = step.block(kind, Recompute())
-    dims = {op: [_allowed_dims(step, terms, kind, op.name, atom) for atom in real] for op in cut_operations(block)}
+    dims = {op: [allowed_dims(step, terms, kind, op.name, atom) for atom in real] for op in cut_operations(block)}
     return MappingProxyType({op.name: op_cuts(block, op, real, allowed) for op, allowed in dims.items()})
 
 
 @cache
-def _allowed_dims(step: StepGraph, terms: Terms, kind: str, op: str, atom: str) -> tuple[str, ...]:
+def allowed_dims(step: StepGraph, terms: Terms, kind: str, op: str, atom: str) -> tuple[str, ...]:
+    """Return the dims that an atom may cut in an operation; an empty name stands for none."""
     block, pins = step.block(kind, Recompute()), None
     if terms.pins:
         from autoshard.blocks.pinned import constraints  # most searches have no pins, and start sooner without

@@ -83,10 +83,10 @@ def test_a_hasty_search_is_improved_by_changes_of_any_key_and_says_so():
     hunt = hunted(result, best)
     assert result.pool and hunt.num_changes > 20 and result.pool.solutions[0].value <= best.value
     assert hunt.gained == pytest.approx(1 - result.pool.solutions[0].value / best.value)
-    found = search(hasty, 1, simple_within=DOUBT)
-    certificate = found.certificate
+    answer = search(hasty, 1, simple_within=DOUBT)
+    certificate = answer.certificate
     assert certificate.num_changes == hunt.num_changes and certificate.changes in certificate.accounting
-    assert time_s(plan_at(hasty, found.plans[0].candidate)) <= best.value * (1 + 1e-9)
+    assert time_s(plan_at(hasty, answer.plans[0].candidate)) <= best.value * (1 + 1e-9)
     assert certificate.bound <= certificate.value * (1 + 1e-12)
 
 

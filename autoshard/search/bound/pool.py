@@ -74,7 +74,7 @@ class Pool:
         """
         self._count = max(count, _ALWAYS)
         while self._kinds.unpriced:
-            self.left.plain += self._kinds.price_next()
+            self.left.plain += self._kinds.price_next(self._limit, self._records)
             if not self._kinds.unpriced or not np.isfinite(self._limit):
                 self._look_first()
         if self._kinds.refused and not self._kinds.cuttings:
@@ -243,7 +243,7 @@ class Pool:
         """A lower bound of all points: solved, open and waiting. Of points that are not priced nothing is known."""
         if self._kinds.unpriced:
             return 0.0
-        return min([self.left.least, *self._least.values()])
+        return min([self.left.least, self._kinds.least_left, *self._least.values()])
 
     def certificate(self, legal: Certificate) -> Certificate:
         """Add to a certificate how many points were solved, left out by their bounds, and too large."""
@@ -357,9 +357,10 @@ class Pool:
             return np.inf
         return self._best.limit(self._place) * (1 - (self.goal.effort.gap if self._place == 1 else 0.0))
 
-    def cutting_of(self, terms: Terms, layout: int) -> Cutting:
-        """Return how a layout was cut at first under some terms."""
-        return next(cutting for of, cutting, served in self._kinds.cuttings if of == terms and layout in served)
+    def cutting_of(self, terms: Terms, layout: int) -> Cutting | None:
+        """Return how a layout was cut at first under some terms, if it was."""
+        cuttings = (cutting for of, cutting, served in self._kinds.cuttings if of == terms and layout in served)
+        return next(cuttings, None)
 
     def keep(self, solution: Solution) -> None:
         """Keep a solution that was found for another purpose, if it is faster than all, and time is the objective."""

@@ -33,6 +33,10 @@ class PointRecords:
         """Record that points have a bound: they may fit."""
         self._bounded[self._numbers(points)] = True
 
+    def bound_layouts(self, variant: RunVariant, layouts: Ints) -> None:
+        """Record that all points of a variant with some layouts have a bound: they may fit."""
+        self._bounded[self._first[variant] + np.flatnonzero(np.isin(variant.layouts, layouts))] = True
+
     def solve(self, points: Points, fits: NDArray[np.bool_], least: Floats) -> None:
         """Record that points were solved, whether they fit under what was asked, and what they take at least."""
         numbers = self._numbers(points)

@@ -84,7 +84,7 @@ def _near(result: EngineResult, best: Solution) -> Iterator[Points]:
             by_terms.setdefault(run.terms, []).append(run.only(np.flatnonzero(rows)))
     for terms, runs in by_terms.items():
         cutting = best.cutting if terms == shared.terms else pool.cutting_of(terms, best.layout)
-        yield from _priced(result, runs, cutting, best)
+        yield from _priced(result, runs, cutting, best) if cutting else ()
 
 
 def _near_layouts(best: Solution, rows: Mapping[str, Ints]) -> Ints:
