@@ -93,7 +93,7 @@ def search(
     """
     plain = plain_plan(request) if request.effort.at_once else None
     results = _search_engines(request, num_plans, watch, {} if known is None else known, nearest=nearest)
-    results = _hunted(results) if simple_within is not None else results
+    results = _hunted(results) if simple_within == DOUBT else results
     choice, simple_ended = _chosen(results, simple_within)
     ranked = sorted(((result, solution) for result in results for solution in result.solutions), key=order_of)
     ranked[:num_plans] = sorted(
