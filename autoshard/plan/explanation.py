@@ -75,6 +75,12 @@ class Certificate:
         return f"{self.num_changes:,} changes of the best plan {gain}"
 
     @property
+    def changes_in_short(self) -> str:
+        """Say the same on a line that has more to say."""
+        gain = f"{format_at_most(self.gained)} gained" if self.gained > 0 else "no gain"
+        return f"{self.num_changes:,} changes: {gain}"
+
+    @property
     def statement(self) -> str:
         """Say in words what was proven."""
         best = {"time": "fastest", "memory": "smallest", "dollars": "cheapest"}[self.objective]

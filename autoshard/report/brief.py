@@ -84,7 +84,8 @@ def _sureness(plan: Plan, certificate: Certificate, total_tokens: float | None) 
     """Yield what all tokens take, and how good the plan is by the cost model."""
     if total_tokens:
         yield Fact("total", total_words(plan, total_tokens))
-    yield Fact("search", f"{search_words(certificate)}, by this cost model")
+    looked = f"; {certificate.changes_in_short}" if certificate.num_changes else ""
+    yield Fact("search", f"{search_words(certificate)}, by this cost model{looked}")
 
 
 def answers_beside(plan: Plan, answers: Sequence[Answer], written: str) -> Table:

@@ -83,7 +83,8 @@ def plan_sheets(
         words = f"The search was not finished ({certificate.stopped}): this is the best plan so far, not a proven one"
         yield Sheet(notes=[Words(words, "bad")])
     more = [Fact("total", total_words(plan, total_tokens))] if total_tokens else []
-    more += [Fact("search", search_words(certificate))] if certificate else []
+    if certificate:
+        more += [Fact("search", "; ".join(filter(None, (search_words(certificate), certificate.changes))))]
     more += [Fact("next", Words(next_step, "code"))] if next_step else []
     headline = plan_headline(plan, figures)
     yield Sheet(title=headline.title, about=headline.about, facts=[*headline.facts, *more])
@@ -258,8 +259,7 @@ def search_words(certificate: Certificate) -> str:
     of, gap = f"{certificate.num_legal:,} legal layouts searched", certificate.gap
     if not certificate.bound:
         return f"{of} in part: how much {more} another could be is not known"
-    proven = f"the {best} of {of}" if gap < 1e-9 else f"{of}: none can be more than {format_at_most(gap)} {more}"
-    return "; ".join(filter(None, (proven, certificate.changes)))
+    return f"the {best} of {of}" if gap < 1e-9 else f"{of}: none can be more than {format_at_most(gap)} {more}"
 
 
 def compiled_words(compiling: Compiling) -> str:
