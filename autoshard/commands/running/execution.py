@@ -8,6 +8,7 @@ import signal
 import socket
 import sys
 from contextlib import nullcontext, suppress
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -313,11 +314,8 @@ def _conclude(execution: Execution, report: RunReport, display: RunDisplay, outp
         print(*ending_lines(*of_run), "", sep="\n")
         print_answer([run_sheet(plan, Node(measured), comparable=plan.cluster.name == execution.platform)])
         print(f"\nwrote {folder}: plan.json, metrics.jsonl, measured.jsonl, report.json, checkpoints")
-        clusters = f"--cluster {execution.platform} --out {execution.platform}.json"
-        if place_of(folder, training.checkpoint.to) == place_of(folder, None) and training.data.sets:
-            print(f'next: autoshard generate {word(str(folder))} --prompt "..."')
-        print(f"next: autoshard validate {word(str(rows))}")
-        print(f"or, after 3 runs of 2 layouts: autoshard calibrate {word(str(folder.parent))} {clusters}")
+        for line in _next_steps(execution, rows):
+            print(line)
     else:
         print(_without_steps(training.steps, stopped_by=report.signal))
     if report.steps:
@@ -330,9 +328,24 @@ def _conclude(execution: Execution, report: RunReport, display: RunDisplay, outp
     return 0
 
 
+def _next_steps(execution: Execution, rows: Path) -> Iterator[str]:
+    """Yield what may be typed next; a row has no place for the operations of code, so that it is not compared."""
+    folder, training = execution.run.folder, execution.run.training
+    saves_here = place_of(folder, training.checkpoint.to) == place_of(folder, None)
+    if execution.plan.model.traced:
+        yield from [f"next: autoshard convert {word(str(folder))} model.pt"] if saves_here else ()
+        return
+    if saves_here and training.data.sets:
+        yield f'next: autoshard generate {word(str(folder))} --prompt "..."'
+    clusters = f"--cluster {execution.platform} --out {execution.platform}.json"
+    yield f"next: autoshard validate {word(str(rows))}"
+    yield f"or, after 3 runs of 2 layouts: autoshard calibrate {word(str(folder.parent))} {clusters}"
+
+
 def _teach(execution: Execution, report: RunReport, row: str) -> None:
-    """Let plans for this machine know what a run on it has taken."""
-    if report.kind == "run" and not execution.tried and execution.platform == LOCAL:
+    """Let plans for this machine know what a run on it has taken; a row says not enough of a model of code."""
+    of_code = execution.plan.model.traced is not None
+    if report.kind == "run" and not execution.tried and execution.platform == LOCAL and not of_code:
         for note in learn_from_run(row):
             print(f"note: {note}", file=sys.stderr)
 
