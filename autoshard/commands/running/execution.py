@@ -7,8 +7,8 @@ import secrets
 import signal
 import socket
 import sys
-from contextlib import nullcontext, suppress
 from collections.abc import Iterator
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
