@@ -35,7 +35,7 @@ FINE = [
     (f"{LOCAL} --fix sp=false,zero=3,tp=2,place=3/2/1/0,kernels=te,mbs=8", "zero=3,place=3-0,kernels=te"),
     (f"{LOCAL} --at tp=2,pp=2,stages=1/3,recompute=full/none", "layout   tp=2,pp=2,dp=1"),
     (f"{TRN1} --nodes 4 --at tp=8,pp=4,dp=4,recompute=full --release 2.16", "2.16,"),
-    (f"{LOCAL} --prove --fix tp=2,mbs=8", "changes of the best plan gained nothing"),
+    (f"{LOCAL} --prove --fix tp=2,mbs=8", "changes: no gain"),
     (f"{LOCAL} --prove exact --fix tp=2,mbs=8", "search   the fastest of "),
     ("plan --prove tiny-llama --cluster local --fix tp=2,mbs=8", "search   "),
     (f"{LOCAL} --exhaustive --fix tp=2,mbs=8", "search   "),
