@@ -163,6 +163,7 @@ def _images() -> Mapping[str, Sample]:
         "layer_norm": (lambda x, w, b: F.layer_norm(x, (8,), w, b), (line, n(8), n(8))),
         "rms_norm": (lambda x, w: F.rms_norm(x, (8,), w), (line, n(8))),
         "group_norm": (lambda x, w: F.group_norm(x, 3, w), (x, n(6))),
+        "weight_norm": (lambda v, g: torch.ops.aten._weight_norm(v, g, 2), (line, n(1, 1, line.shape[2]))),
         "batch_norm": (lambda x, m: F.batch_norm(x, m.detach(), m.detach() ** 2, m, m), (x, n(6))),
         "batch_norm beside a change in place": (
             lambda x, m: torch.ops.aten._native_batch_norm_legit_no_training(
