@@ -40,6 +40,17 @@ def argument_of_next(module: torch.nn.Module, inputs: Collection[str] = ()) -> s
     return next((name for name in asked_for if name in _NEXT), "")
 
 
+def with_two_samples(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return example inputs of a single sample twice, so that a batch is a dim; others as they are."""
+    tensors = [value for value in inputs.values() if isinstance(value, torch.Tensor)]
+    if not tensors or not all(tensor.dim() and tensor.shape[0] == 1 for tensor in tensors):
+        return inputs
+    return {
+        name: value.repeat(2, *[1] * (value.dim() - 1)) if isinstance(value, torch.Tensor) else value
+        for name, value in inputs.items()
+    }
+
+
 def planned_data(inputs: Mapping[str, Any], names: Collection[str]) -> tuple[DataArgument, ...]:
     """Describe the arguments of these names by example inputs, of which each sample brings a row."""
     examples = {name: inputs[name] for name in names if name in inputs}

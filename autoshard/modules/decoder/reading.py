@@ -11,7 +11,7 @@ import torch
 from autoshard.errors import Fault, InputError, inside, require
 from autoshard.extensions import user_function
 from autoshard.modules.capture import Captured, capture
-from autoshard.modules.decoder.arguments import argument_of_next, first_argument, token_arguments
+from autoshard.modules.decoder.arguments import argument_of_next, first_argument, token_arguments, with_two_samples
 from autoshard.modules.decoder.cards import card_match
 from autoshard.modules.decoder.ends import trained_end, up_to_logits
 from autoshard.modules.decoder.lift import lift_decoder
@@ -81,7 +81,7 @@ def read_decoder(
             return match.card
         try:
             show("tracing its operations")
-            examples = inputs or _tokens(module, seq_len)
+            examples = with_two_samples(inputs or {}) or _tokens(module, seq_len)
             captured = captured_stack(module, lambda: capture(module, examples), token_arguments(module, examples))
             return lift_decoder(captured, module, differences=differences if match.card else (), **titles)
         except NoValues:

@@ -71,3 +71,10 @@ def _plain_step(module: nn.Module, optimizer: Any, parts: Any, norm: float) -> t
     plain_norm = nn.utils.clip_grad_norm_(module.parameters(), CLIP)
     optimizer.step()
     return loss.item(), norm, plain_norm.item()
+
+
+def test_an_example_of_a_single_sample_is_enough():
+    module, inputs = SAMPLES["diffusion"]()
+    single = {name: tensor[:1] for name, tensor in inputs.items()}
+    several, alone = (read_decoder(module, None, given).traced for given in (inputs, single))
+    assert several and alone and (several.lines, several.sizes) == (alone.lines, alone.sizes)
