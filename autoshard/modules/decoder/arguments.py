@@ -79,5 +79,5 @@ def _described_argument(name: str, example: torch.Tensor) -> DataArgument:
     has_numbers = example.device.type != "meta" and bool(example.numel())
     return DataArgument(
         name=name, shape=tuple(example.shape[1:]), dtype=str(example.dtype).removeprefix("torch."),
-        below=(int(example.max()) + 1 if has_numbers else 2) if is_whole else 0,
+        below=(max(1, int(example.max()) + 1) if has_numbers else 2) if is_whole else 0,
     )  # fmt: skip

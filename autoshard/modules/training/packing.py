@@ -35,6 +35,10 @@ class Packing:
         widest = max(states, key=lambda value: value.format.itemsize)
         if not stack.beside and all(state.format == widest.format for state in states):
             return None
+        for state in states:
+            fits = torch.promote_types(state.format, widest.format) == widest.format
+            message = f"hands on {state.name} of {state.format} beside {widest.format}, which would round it"
+            require((fits, "module", message))
         batch, sequence, hidden = stack.carried
         counts = tuple(_num_rows(value, batch, size_of(hidden)) for value in values)
         rows = fresh(sum(counts), "rows") if stack.beside else sequence

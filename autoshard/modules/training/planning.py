@@ -48,10 +48,12 @@ def made_code(plan: Plan, seed: int | None) -> TracedCode:
 
 def _planned(plan: Plan, source: str) -> PlannedCode:
     _refuse_unfit(plan)
-    try:
-        code = traced_source(plan, source, on_meta=True)
-    except NoValues:
-        code = traced_source(plan, source, on_meta=False)
+    with torch.random.fork_rng(devices=[]):  # example inputs may be drawn, and equal questions have equal plans
+        torch.manual_seed(0)
+        try:
+            code = traced_source(plan, source, on_meta=True)
+        except NoValues:
+            code = traced_source(plan, source, on_meta=False)
     graph = code.graph
     return PlannedCode(
         source=source, order=compress(graph.graph.order), fingerprints=graph.fingerprints,

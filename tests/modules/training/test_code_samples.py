@@ -9,7 +9,12 @@ import torch
 from torch import nn
 
 from autoshard.engine.torch.formats import Formats
+from autoshard.errors import InputError
+from autoshard.modules.decoder.arguments import planned_data
+from autoshard.modules.decoder.ends import trained_end
 from autoshard.modules.decoder.reading import read_decoder
+from autoshard.modules.decoder.segments import stack_of
+from autoshard.modules.training.packing import Packing
 from autoshard.modules.training.reading import traced_code
 from autoshard.plan.code import data_key
 from autoshard.runtime.data.batches import StepShape, batches
@@ -78,3 +83,22 @@ def test_an_example_of_a_single_sample_is_enough():
     single = {name: tensor[:1] for name, tensor in inputs.items()}
     several, alone = (read_decoder(module, None, given).traced for given in (inputs, single))
     assert several and alone and (several.lines, several.sizes) == (alone.lines, alone.sizes)
+
+
+def test_whole_numbers_stay_whole_whatever_the_example_holds():
+    (argument,) = planned_data({"labels": torch.full((2, 3), -100)}, ["labels"])
+    assert argument.is_whole and not argument.drawn(np.random.default_rng(0)).any()
+
+
+def test_formats_of_one_size_are_not_packed_together():
+    (module, inputs), formats = SAMPLES["diffusion"](), Formats()
+    model = read_decoder(module, None, inputs)
+    sizes = {"seq_len": model.max_positions, "global_batch": 8}
+    plan = local_plan("tp=1,pp=1,dp=1,mbs=4", model, precision=Precision.named("fp32"), **sizes)
+    captured = traced_code(module, plan, formats, inputs).graph.captured
+    stack = stack_of(captured.program, trained_end(captured, ()).value)
+    stack.embed.gives.format, stack.beside[0].format = torch.float16, torch.bfloat16
+    for layer in stack.layers:
+        layer.gives.format = torch.float16
+    with pytest.raises(InputError, match="which would round it"):
+        Packing.of(stack, casts=True)
