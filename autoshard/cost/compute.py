@@ -45,6 +45,18 @@ class KernelWork:
     in_turn: bool = False  # products and passes over memory one after the other, not at once
     factors: Number = 0.0  # numbers in the factors of products with the weights of a layer
 
+    @classmethod
+    def of(
+        cls, run: KernelRun, flops: tuple[Number, Number, Number], moved_bytes: Number, factors: Number = 0.0
+    ) -> "KernelWork":
+        """Return the work of a kernel: its FLOPs of matrices, of attention and of vectors, and what it moves."""
+        matrix, attention, vector = flops
+        return cls(
+            matrix_flops=0.0 if run.products else matrix, products_flops=matrix if run.products else 0.0,
+            attention_flops=attention, vector_flops=vector, moved_bytes=moved_bytes, launches=run.launches,
+            in_turn=bool(run.score_bytes), factors=factors,
+        )  # fmt: skip
+
 
 def kernel_work(
     block: Block,
@@ -75,16 +87,8 @@ def kernel_work(
     moved = run.traffic_ratio * sum(op_sizes[op].num_bytes(tensor) for op, tensor in run.touched)
     if run.score_bytes:
         moved = moved + run.score_bytes * math.prod(op_sizes[run.ops[0].name][dim] for dim in SCORES)
-    return KernelWork(
-        matrix_flops=0.0 if run.products else matrix,
-        products_flops=matrix if run.products else 0.0,
-        attention_flops=attention,
-        vector_flops=vector,
-        moved_bytes=moved,
-        launches=run.launches,
-        in_turn=bool(run.score_bytes),
-        factors=sum(block.tensors[name].num_elements(op_sizes[op]) for name, op in factors.items()),
-    )
+    num_factors = sum(block.tensors[name].num_elements(op_sizes[op]) for name, op in factors.items())
+    return KernelWork.of(run, (matrix, attention, vector), moved, num_factors)
 
 
 def kernel_time(work: KernelWork, rates: Rates) -> Number:

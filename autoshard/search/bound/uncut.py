@@ -117,15 +117,7 @@ class UncutBlock:
         if run.score_bytes:
             scores = math.prod(sizes[dim] for dim in SCORES) / self._most(run.ops[0].source, {*SCORES}, atoms)
             moved = moved + run.score_bytes * scores
-        return KernelWork(
-            matrix_flops=0.0 if run.products else matrix,
-            products_flops=matrix if run.products else 0.0,
-            attention_flops=attention,
-            vector_flops=vector,
-            moved_bytes=moved,
-            launches=run.launches,
-            in_turn=bool(run.score_bytes),
-        )
+        return KernelWork.of(run, (matrix, attention, vector), moved)
 
     def _moved(self, run: KernelRun, sizes: Mapping[str, Number], atoms: Mapping[str, Floats]) -> Iterator[Number]:
         """Yield the bytes of each tensor that a kernel moves, at least."""

@@ -1,6 +1,7 @@
 """Stacks whose samples are no tokens, trained by plans: losses, norms and weights are those of the plain module."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from tests.kit import local_plan
 from tests.modules.training.code_cases import CLIP, RATE, Compared, adamw, engine_of, weight_errors
 from tests.modules.training.own_samples import SAMPLES, Made
 from tests.ranks.spawn import on_ranks
+from tests.ranks.torchrun import on_torchrun
 from tests.slower import covering
 
 LAYOUTS = [
@@ -43,6 +45,13 @@ def test_steps_are_those_of_the_plain_module(name: str, layout: tuple[str, int])
         assert isinstance(compared, Compared)
         assert compared.worst_step < 1e-12, compared
         assert compared.error < 1e-11, f"{compared.weight} is {compared.error:.1e} off"
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_ranks_of_torchrun_with_hash_seeds_of_their_own_take_the_same_steps(tmp_path: Path):
+    for compared in on_torchrun(tmp_path, 2, _compared, SAMPLES["diffusion"], "tp=1,pp=2,dp=1,mbs=2"):
+        assert compared.worst_step < 1e-12 and compared.error < 1e-11, compared
 
 
 def _compared(make: Callable[[], Made], text: str) -> Compared:
@@ -93,8 +102,9 @@ def test_whole_numbers_stay_whole_whatever_the_example_holds():
 def test_formats_of_one_size_are_not_packed_together():
     (module, inputs), formats = SAMPLES["diffusion"](), Formats()
     model = read_decoder(module, None, inputs)
-    sizes = {"seq_len": model.max_positions, "global_batch": 8}
-    plan = local_plan("tp=1,pp=1,dp=1,mbs=4", model, precision=Precision.named("fp32"), **sizes)
+    plan = local_plan(
+        "tp=1,pp=1,dp=1,mbs=4", model, precision=Precision.named("fp32"), seq_len=model.max_positions, global_batch=8
+    )
     captured = traced_code(module, plan, formats, inputs).graph.captured
     stack = stack_of(captured.program, trained_end(captured, ()).value)
     stack.embed.gives.format, stack.beside[0].format = torch.float16, torch.bfloat16
