@@ -114,7 +114,7 @@ EXAMPLES = {  # command lines that its help shows
         "autoshard convert runs/first/step-1000 first-hf/ --to hf",
     ),
     "generate": (
-        'autoshard generate runs/tiny-text --prompt "Wer reitet"',
+        'autoshard generate runs/tiny-text --prompt "THE RAVEN"',
         'autoshard generate llama3-8b-hf/ --prompt "The capital of France is" --tokens 8',
     ),
     "validate": (

@@ -1,4 +1,4 @@
-"""Remarks on how a job stops, for the person who starts it: limits that no file of the job can set."""
+"""Remarks on a job for the person who starts it: on its data, and on limits of its end that no file of it can set."""
 
 from collections.abc import Iterator
 
@@ -12,7 +12,8 @@ _KILL_WAIT_S, _SPOT_S = 30, 120
 
 
 def remarks(job: Job) -> Iterator[str]:
-    """Yield sentences about stopping, for the user who has just written a job."""
+    """Yield sentences about data and stopping, for the user who has just written a job."""
+    yield from filter(None, [job.training.without_data])
     stop, grace_s = stopping(job.plan), job.training.checkpoint.grace_seconds
     save = f"{format_seconds(stop.save_s)} for a save (assumed: {storage_of(job.plan.cluster).name})"
     yield f"stopping takes up to {format_seconds(stop.busy_s)}: {format_seconds(stop.step_s)} for a step, {save}"

@@ -284,6 +284,12 @@ class Training:
         return self.learning_rate * self.schedule.share(step, self.steps)
 
     @property
+    def without_data(self) -> str:
+        """Say that a run draws its samples, if no set is named."""
+        drawn = "data: no --data.set is named, so samples are drawn at random: times and memory count, losses do not"
+        return "" if self.data.sets else drawn
+
+    @property
     def eval_data(self) -> DataSpec:
         """The tokens that judge the run, of which count what counts where it trains."""
         return replace(self.data, sets=self.eval.sets)

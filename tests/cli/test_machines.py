@@ -107,6 +107,13 @@ def test_a_deadline_is_met_by_the_fewest_nodes(typed: Typed) -> None:
 
 
 @pytest.mark.slow
+def test_sizes_that_the_question_leaves_open_are_said_where_nodes_or_machines_are_found(typed: Typed) -> None:
+    for asked in ("--cluster h100 --tokens 1B --deadline 300d", "--cluster trn1,h100"):
+        code, text, _ = typed(f"plan llama3.2-1b --fix pp=1,cp=1,zero=1 {asked} --force")
+        assert code == 0 and "assumed length" in " ".join(text.split()), asked
+
+
+@pytest.mark.slow
 @pytest.mark.thorough
 def test_a_budget_pays_for_the_most_nodes(typed: Typed) -> None:
     budget = int(days_of(typed, 8)[1]) + 1

@@ -1,9 +1,11 @@
-"""How much there is to read, and how long its sentences are."""
+"""How much there is to read, how long its sentences are, and whether its prompts are of what was learned."""
 
+import re
 from pathlib import Path
 
 import pytest
 
+from autoshard.commands import EXAMPLES
 from tests.guide.pages import DOCS, PAGES, ROOT, USERS, hand_written, num_words, sentences
 
 MOST_WORDS = 24_000  # of README, CONTRIBUTING and docs, without the tables that programs write
@@ -28,3 +30,15 @@ def test_sentences_are_those_of_paragraphs_items_and_cells() -> None:
     found = ["# Head", "One CODE two.", "Three four!", "- five", "- six.", "Seven", "a", "b c"]
     assert list(sentences(text)) == found and num_words("- six (x): 7.") == 3
     assert list(sentences("<!-- t -->\nmade\n<!-- /t -->\n```bash\nx\n```\nwritten")) == ["written"]
+
+
+def test_a_small_model_is_asked_for_what_it_has_read():
+    poems = (ROOT / "recipes" / "data" / "poems.txt").read_text("utf-8")
+    texts = [
+        *(page.read_text("utf-8") for page in (README, *PAGES)),
+        *(line for some in EXAMPLES.values() for line in some),
+    ]
+    prompts = [
+        prompt for text in texts for prompt in re.findall(r'generate runs/(?:tiny-text|poems) --prompt "(.*?)"', text)
+    ]
+    assert len(prompts) > 3 and not [prompt for prompt in prompts if prompt not in poems]

@@ -88,7 +88,7 @@ def test_what_the_user_can_mend_stays_an_input_error(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("number", "whom", "code", "says"),
     [
-        (signal.SIGINT, "all", 130, "interrupted"),  # as Ctrl-C in a terminal
+        (signal.SIGINT, "all", 130, "stopped by Ctrl-C after step "),  # as Ctrl-C in a terminal
         pytest.param(signal.SIGTERM, "parent", 143, "stopped by SIGTERM", marks=pytest.mark.slow),
         pytest.param(signal.SIGKILL, "parent", -9, "", marks=pytest.mark.slow),
         (signal.SIGKILL, "rank 1", 3, "rank 1 of 2 failed, the others were stopped"),

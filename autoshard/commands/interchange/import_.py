@@ -77,7 +77,7 @@ def import_(
     answer = answered(configured, None if no_search else best)
     written = target.write(answer.plan) if out and answer.plan and answer.runs else Written()
     figures = import_json(answer)
-    next_step = target.next_step if out else shlex.join(["autoshard", "import", name, "--out", "plan.json"])
+    next_step = target.next_step if out else shlex.join(["autoshard", "import", name, "--out", "imported.json"])
     next_step = next_step if answer.runs else ""
     print_answer(figures if json else import_sheets(answer, Node(figures), next_step))
     if not answer.runs:

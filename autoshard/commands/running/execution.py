@@ -63,6 +63,7 @@ from autoshard.runtime.restart import (
 )
 from autoshard.runtime.watchdog import Watch
 from autoshard.spec.cluster import LOCAL
+from autoshard.spec.training import Training
 from autoshard.version import __version__
 
 _MOST_STARTS = 5  # without progress, by a scheduler that restarts jobs; then the run refuses to start
@@ -273,6 +274,7 @@ def _begin(execution: Execution, launched: GivenRank | None) -> None:
     if plan.workload.optimizer == "sgd" and training.adamw != type(training.adamw)():
         notes.append("the options of adamw have no effect: the plan's optimizer is sgd")
     if not execution.tried:
+        notes += filter(None, [training.without_data])
         notes += patience_notes(launched, plan)
         notes += start_lines(plan, str(folder), socket.gethostname(), tensorboard=training.track.tensorboard)
     for note in notes:
@@ -322,10 +324,18 @@ def _conclude(execution: Execution, report: RunReport, display: RunDisplay, outp
         _teach(execution, report, row)
     if failures := [*failures, *filter(None, [output.failure])]:
         raise RunFailed("\n".join(failures))
-    if report.signal:
-        name = signal.Signals(report.signal).name
-        raise KeyboardInterrupt if report.signal == signal.SIGINT else Stopped(name, report.signal)
+    _heed_signal(report, training)
     return 0
+
+
+def _heed_signal(report: RunReport, training: Training) -> None:
+    """Raise what ends a command whose run a signal has stopped; of Ctrl-C with the step, and how the run goes on."""
+    if report.signal == signal.SIGINT:
+        after = f" after step {report.steps[-1].number} of {training.steps}" if report.steps else ""
+        goes_on = ", which is saved: the same command goes on" if training.checkpoint.saves else "; nothing is saved"
+        raise KeyboardInterrupt(f"stopped by Ctrl-C{after}{goes_on if report.steps else ''}")
+    if report.signal:
+        raise Stopped(signal.Signals(report.signal).name, report.signal)
 
 
 def _next_steps(execution: Execution, rows: Path) -> Iterator[str]:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from autoshard.commands.output import print_answer
+from autoshard.commands.output import print_answer, print_notes
 from autoshard.commands.writing.target import DAY_S, Target
 from autoshard.errors import InputError, NoPlan
 from autoshard.plan.plan import Plan
@@ -31,8 +31,10 @@ def compare_machines(question: QuestionOptions, nodes: int, applied: Callable[[R
     if len(set(names)) < len(names) or not all(names):
         raise InputError.of("--cluster", f"{question.cluster}: name each cluster once, with commas between them")
     prices = price_of_each(question.price, names, "cluster")
-    first = request_of(replace(question, cluster=names[0], price=None), nodes).workload
-    sizes = replace(question, seq_len=first.seq_len, global_batch=first.global_batch)
+    first = request_of(replace(question, cluster=names[0], price=None), nodes)
+    sizes = replace(question, seq_len=first.workload.seq_len, global_batch=first.workload.global_batch)
+    if first.defaults and not to.json:
+        print_notes(f"assumed {first.defaults}")
     requests = [
         applied(request_of(replace(sizes, cluster=name, price=price), nodes))
         for name, price in zip(names, prices, strict=True)
@@ -66,10 +68,10 @@ def sized(question: QuestionOptions, applied: Callable[[Request], Request], sear
     """Return the question on the fewest nodes that meet the deadline; without one, on the most that the budget pays."""
     tokens, met, too_dear = to.total_tokens, list[tuple[Request, Plan]](), list[tuple[float, int]]()
     assert tokens, "checked by Target"
-    work = request_of(question, _SIZES[0]).workload
-    question, unfinished = replace(question, seq_len=work.seq_len, global_batch=work.global_batch), ""
+    first, unfinished = request_of(question, _SIZES[0]), ""
+    sizes = replace(question, seq_len=first.workload.seq_len, global_batch=first.workload.global_batch)
     for nodes in _SIZES:
-        request = applied(request_of(question, nodes))
+        request = replace(applied(request_of(sizes, nodes)), defaults=first.defaults)
         result = search(request)
         if result.certificate.stopped:
             unfinished = f"the search on {counted(nodes, 'node')} was not finished ({result.certificate.stopped})"

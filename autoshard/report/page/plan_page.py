@@ -45,7 +45,7 @@ from autoshard.units import GIB, format_at_most, format_dollars, format_seconds
 SECTIONS = ("others", "pareto", "time", "timeline", "memory", "mesh", "blocks", "refused", "basis")  # of a whole page
 _STATE = ("weights", "gradients", "masters", "optimizer")
 _KEYS = {"activations": "activations, logits"}  # drawn as one area
-_NO_SEARCH = "This plan file holds no search: it was made by --at, by hand, or by an older autoshard. Plan again."
+_NO_SEARCH = "This plan keeps no search: plans of runs, of --at and by hand do not, those of `autoshard plan` do."
 _NOTHING = 1e-9  # of a step
 _NEAR = 1.5  # times the fastest: slower layouts would squeeze the others into a corner
 
@@ -83,10 +83,11 @@ def plan_sections(
         "blocks": ("Operations", lambda: _blocks(first, figures)),
         "pareto": ("Trade-offs", lambda: _pareto(shown, data)),
         "others": ("Answers", lambda: _answers(first, figures)),
-        "refused": ("Refused", lambda: sheet_section(_refused(figures))),
+        "refused": ("Refused", lambda: sheet_section(refused_sheet(figures["search"]))),
         "basis": ("Basis", lambda: _basis(shown)),
     }
-    for name in names:
+    of_search = () if figures["search"] else ("refused", "pareto") if len(shown) == 1 else ("refused",)
+    for name in (name for name in names if name not in of_search):
         entry, draw = drawings[name]
         yield name, entry, draw()
 
@@ -243,19 +244,10 @@ def _answer_of(figures: Node) -> Node | None:
     return next((answer for answer in answers if answer["candidate"].value == figures["candidate"].value), None)
 
 
-def _refused(figures: Node) -> Sheet:
-    """Return the Rules that refused layouts, with an example of each."""
-    if figures["search"]:
-        return refused_sheet(figures["search"])
-    return Sheet(name="refused", title="What was refused", notes=[_NO_SEARCH])
-
-
 def _pareto(shown: Sequence[ShownPlan], data: Node) -> Markup:
     """Return step time against memory and dollars: the layouts that were solved, the answers, and the plans."""
     first = data["plans"][0]
     record = first["search"]
-    if not record and len(shown) == 1:
-        return section("pareto", "Time, memory and dollars", tag("p", _NO_SEARCH))
     layouts = [(layout, "other", "") for layout in record["layouts"]] if record else []
     named = [answer for answer in record["answers"] if not answer["name"].value.isdecimal()] if record else []
     layouts += [(answer, "answer", answer["name"].value) for answer in named if not answer["against"].value]

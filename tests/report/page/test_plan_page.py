@@ -262,7 +262,8 @@ def test_a_plan_without_a_search_says_so_and_an_edited_one_as_well():
     page = read(page_of(bare)[0])
     text = page.whole_text
     assert not [one for one in page.every("figure") if one.attributes.get("class") == "chart"]
-    assert "This plan file holds no search" in text and "distance from the best" not in text
+    assert text.count("This plan keeps no search") == 1
+    assert "What was refused" not in text and "distance from the best" not in text
     record = json.loads(plan.provenance["search"])
     for answer in record["answers"]:
         answer["candidate"] = "tp=2,pp=1,dp=1"
