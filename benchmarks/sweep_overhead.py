@@ -33,11 +33,12 @@ _PLAIN = """
 import sys
 from pathlib import Path
 from autoshard.search.ask.api import request_of
+from autoshard.search.ask.choice.doubt import DOUBT
 from autoshard.search.ask.planner import search
 from autoshard.sweep.points import load_sweep, points_of
 path = Path(sys.argv[1])
 for point in points_of(load_sweep(path), path.parent):
-    search(request_of(point.recipe.question, point.recipe.nodes))
+    search(request_of(point.recipe.question, point.recipe.nodes), simple_within=DOUBT)
 """
 
 

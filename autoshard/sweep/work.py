@@ -28,6 +28,7 @@ from autoshard.files import replace_text
 from autoshard.plan.codec import dump, load, plan_hash
 from autoshard.plan.plan import Plan
 from autoshard.search.ask.api import request_of
+from autoshard.search.ask.choice.doubt import DOUBT
 from autoshard.search.ask.no_plan import unanswered
 from autoshard.search.ask.planner import search
 from autoshard.spec.recipe import TRAINING_KEYS
@@ -103,11 +104,13 @@ def _planned(job: SweepJob) -> Iterator[tuple[SweepPoint, Plan | None]]:
         return
     recipe = job.points[0].recipe
     request = request_of(recipe.question, recipe.nodes)
-    result = search(request, max(point.choice for point in job.points))
+    count = max(point.choice for point in job.points)
+    result = search(request, count, simple_within=DOUBT if count == 1 and request.objective == "time" else None)
     if not result.plans:
         raise unanswered(request, result)
+    plans = result.plans if count > 1 else (result.preferred,)  # that `plan` writes
     for point in job.points:
-        plan = result.plans[point.choice - 1] if point.choice <= len(result.plans) else None
+        plan = plans[point.choice - 1] if point.choice <= len(plans) else None
         if plan and point.choice > 1:  # of the others only outlines are found
             plan = request.with_lnc_of(plan.cluster.lnc).plan(plan.candidate, plan.engine)
         yield point, plan and _written(plan, point, job.folder)

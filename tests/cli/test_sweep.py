@@ -126,3 +126,16 @@ def test_an_interrupt_while_workers_start_is_one_line() -> None:
     os.killpg(process.pid, signal.SIGINT)
     complaint = process.communicate(timeout=300)[1]
     assert process.returncode == 130 and complaint.splitlines() == ["autoshard: interrupted"]
+
+
+@pytest.mark.slow
+def test_a_point_is_the_plan_that_plan_writes_and_a_frontier_the_fastest_ones(typed: Typed) -> None:
+    base = {"model": "llama3-8b", "cluster": "trn1", "nodes": 4}
+    answers = json.loads(typed("plan llama3-8b --cluster trn1 --nodes 4 --json --out plan.json")[1])
+    written_s, fastest_s = answers["plan"]["prediction"]["step_time_s"], answers["certificate"]["value"]
+    assert written_s > fastest_s * (1 + 1e-4)  # its stages are even
+    for frontier, expected in ((1, [written_s]), (2, [fastest_s])):
+        written({"list": [base], "frontier": frontier}, Path())
+        found = json.loads(typed(f"{ONE} --json --out sweeps/{frontier}")[1])
+        seconds = [row["step_time_s"] for row in found["rows"]]
+        assert seconds[:1] == pytest.approx(expected, rel=1e-6) and len(seconds) == frontier
