@@ -44,12 +44,13 @@ def run_data(folder: Path, plan: Plan) -> dict[str, Any]:
 
 
 def figures_of(plan: Plan, run: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a run measured of a step so far, and what was predicted of it."""
+    """Return what a run measured of a step so far, and what was predicted of it: of a run that has ended, before it."""
     predicted, steps = prediction_of(plan), run["steps"]
     steady = [step["time_s"] for step in steps if step["phase"] == "steady"] or [step["time_s"] for step in steps]
     ended = run["step_time_s"]
     step_s = ended["measured"] if ended else statistics.median(steady)
-    speed = predicted.step_time_s / step_s
+    before = ended or {"predicted": predicted.step_time_s, "low": predicted.low_s, "high": predicted.high_s}
+    speed, then = predicted.step_time_s / step_s, predicted.step_time_s / before["predicted"]
     return {
         "measured": {
             "step_time_s": step_s,
@@ -58,11 +59,11 @@ def figures_of(plan: Plan, run: Mapping[str, Any]) -> dict[str, Any]:
             "losses": {"first": steps[0]["loss"], "last": steps[-1]["loss"]},
         },
         "predicted": {
-            "step_time_s": predicted.step_time_s,
-            "low_s": predicted.low_s,
-            "high_s": predicted.high_s,
-            "tokens_per_s": predicted.tokens_per_s,
-            "mfu": predicted.mfu,
+            "step_time_s": before["predicted"],
+            "low_s": before["low"],
+            "high_s": before["high"],
+            "tokens_per_s": predicted.tokens_per_s * then,
+            "mfu": predicted.mfu * then,
         },
     }
 

@@ -285,6 +285,18 @@ def run_of(plan: Plan, losses: list[float | None]) -> dict[str, Any]:
     return {**run, **figures_of(plan, run)}
 
 
+def test_a_run_that_has_ended_has_one_prediction_that_of_before_it():
+    plan = plan_named("small")
+    run = run_of(plan, [6.0, 5.5])
+    ended = {name: seconds / 2 for name, seconds in run["step_time_s"].items()}  # predicted by other constants
+    figures = figures_of(plan, {**run, "step_time_s": ended})
+    assert plan.prediction and figures["predicted"]["step_time_s"] == ended["predicted"]
+    assert (figures["predicted"]["low_s"], figures["predicted"]["high_s"]) == (ended["low"], ended["high"])
+    assert figures["predicted"]["tokens_per_s"] == pytest.approx(2 * plan.prediction.tokens_per_s)
+    ratio = figures["measured"]["tokens_per_s"] / figures["predicted"]["tokens_per_s"]
+    assert ratio == pytest.approx(ended["predicted"] / ended["measured"])
+
+
 def test_a_run_stands_beside_its_prediction_step_by_step_and_part_by_part():
     plan = plan_named("small")
     text, data = page_of(plan, run=run_of(plan, [6.0, None, 5.5]))
