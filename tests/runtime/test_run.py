@@ -68,7 +68,10 @@ def test_a_step_without_an_answer_says_so_and_lines_to_type_are_quoted(capsys: p
     assert main(run) == 0
     said = capsys.readouterr().out
     assert "counts no token: none of its samples has an answer" in said
-    assert "next: autoshard generate 'a b/c' --prompt" in said and "autoshard calibrate 'a b' " in said
+    assert (
+        "next: autoshard generate 'a b/c' --prompt" in said
+        and "autoshard report 'a b/c/plan.json' --run 'a b/c'" in said
+    )
 
 
 @pytest.mark.ranks
@@ -78,15 +81,12 @@ def test_plan_then_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "plan.json", "--steps", "4"]) == 0
     said = capsys.readouterr().out.splitlines()
     assert said[0].startswith("tiny-llama on 2 ranks of this machine: tp=")
-    *lines, ending = [line for line in said if "loss" in line]
+    *lines, ending = [line for line in said if "loss " in line]
     assert [line[:8] for line in lines] == [f"step {n}/4" for n in (1, 2, 3, 4)]
     first, last = (line.split("loss ")[1].split()[0] for line in (lines[0], lines[-1]))
     assert ending.startswith(f"loss {first} -> {last} in 4 steps: 256 tokens in ")
     assert any(line.startswith("Predicted and measured") for line in said)
-    assert said[-2:] == [
-        "next: autoshard validate runs/plan/measured.jsonl",
-        "or, after 3 runs of 2 layouts: autoshard calibrate runs --cluster local --out local.json",
-    ]
+    assert said[-1] == "next: autoshard report runs/plan/plan.json --run runs/plan --open"
     folder = Path("runs/plan")
     assert (folder / "plan.json").read_bytes() == Path("plan.json").read_bytes()
     steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

@@ -347,6 +347,9 @@ def _next_steps(execution: Execution, rows: Path) -> Iterator[str]:
         return
     if saves_here and training.data.sets:
         yield f'next: autoshard generate {word(str(folder))} --prompt "..."'
+    if execution.platform == LOCAL:  # whose runs are learned from without a command
+        yield f"next: autoshard report {word(str(folder / PLAN))} --run {word(str(folder))} --open"
+        return
     clusters = f"--cluster {execution.platform} --out {execution.platform}.json"
     yield f"next: autoshard validate {word(str(rows))}"
     yield f"or, after 3 runs of 2 layouts: autoshard calibrate {word(str(folder.parent))} {clusters}"
