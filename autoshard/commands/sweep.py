@@ -19,6 +19,7 @@ from autoshard.runtime.folder import locked
 from autoshard.spec.price import checked_prices
 from autoshard.sweep.on_wandb import agent_point, controller_text, log_sweep
 from autoshard.sweep.points import Sweep, load_sweep, points_of, sweep_path
+from autoshard.sweep.questions import SweepQuestions
 from autoshard.sweep.table import (
     PARQUET,
     ROWS,
@@ -73,6 +74,7 @@ def sweep(
         return _print_rows([agent_point(content, source.parent, folder, wandb)])
     with inside(source):
         points = points_of(content, source.parent)
+        SweepQuestions(content, source.parent).refuse()
     require(*folder_checks(folder))
     all_jobs = jobs_of(points, content.mode, folder, content.rehearse)
     if scheduler is not None:

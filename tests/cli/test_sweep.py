@@ -95,6 +95,10 @@ def test_a_job_array_does_the_same_points(typed: Typed) -> None:
         ("--task 0 --scheduler slurm", {}, "--scheduler and --task: exclude each other"),
         ("--out tiny.yaml", {}, "--out tiny.yaml: is a file. Name a folder"),
         ("", {"grid": {"modle": [1]}}, "tiny.yaml: modle: unknown key. Did you mean model or nodes?"),
+        ("", {"grid": {"cluster": ["local", "lokal"]}}, "tiny.yaml: cluster: 'lokal' is not a cluster. Did you mean"),
+        ("--scheduler slurm", {"base": {"model": "tiny-lama"}}, "model: 'tiny-lama' is not a known model. Did you"),
+        ("", {"grid": {"ranks": [1, 65], "seed": [1, 2]}}, "tiny.yaml: ranks: local takes 1 to 64, not 65"),
+        ("", {"list": [{"fix": "tpp=2"}, {"calibration": "no.json"}]}, "calibration no.json: there is no such file"),
         (
             "--scheduler slurm",
             {"mode": "run", "base": {"model": "llama3-8b"}, "grid": {"nodes": [1, 4]}},

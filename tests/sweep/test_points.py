@@ -12,6 +12,7 @@ from autoshard.errors import InputError
 from autoshard.spec.files import shipped
 from autoshard.spec.recipe import about
 from autoshard.sweep.points import Sweep, load_sweep, points_of
+from autoshard.sweep.questions import SweepQuestions
 from tests.sweep.sweep_cases import TINY, points, tiny, written
 
 SHIPPED = sorted(shipped("recipes").glob("sweeps/*.yaml"))
@@ -168,3 +169,10 @@ def test_a_plan_file_takes_only_keys_of_training_beside_it(keys: dict[str, Any],
     autoshard.plan("tiny-llama", "local", fix={"tp": 2, "pp": 1, "mbs": 8}).save(tmp_path / "one.json")
     with pytest.raises(InputError, match=says):
         points_of(Sweep(list=(keys,)), tmp_path)
+
+
+def test_a_value_that_only_some_points_refuse_is_no_mistake():
+    lnc = {"cluster": ("trn1.32xlarge", "trn2.48xlarge"), "lnc": (None, 1)}
+    SweepQuestions(tiny(base={"model": "llama3-8b"}, grid=lnc), Path()).refuse()
+    with pytest.raises(InputError, match=r"^lnc: must be 1 or 2|^lnc: .*3"):
+        SweepQuestions(tiny(base={"model": "llama3-8b"}, grid={**lnc, "lnc": (None, 3)}), Path()).refuse()
