@@ -83,13 +83,26 @@ class Certificate:
     @property
     def statement(self) -> str:
         """Say in words what was proven."""
-        best = {"time": "fastest", "memory": "smallest", "dollars": "cheapest"}[self.objective]
         within = "" if self.gap < 1e-9 else f", or within {format_at_most(self.gap)} of it"
         if not self.bound:
             within = " that was found, how far from the best is not known"
+        return self._said(f"the {self._best} by this cost model{within}")
+
+    def statement_of(self, plan: Plan) -> str:
+        """Say what was proven of a plan of the question; of one that is not the best, how far it may be from that."""
+        certificate = self.about(plan)
+        if certificate is self or not self.bound:
+            return self.statement
+        return certificate._said(f"within {format_at_most(certificate.gap)} of the {self._best} by this cost model")
+
+    @property
+    def _best(self) -> str:
+        return {"time": "fastest", "memory": "smallest", "dollars": "cheapest"}[self.objective]
+
+    def _said(self, promise: str) -> str:
         stopped = f" ({self.stopped})" if self.stopped else ""
         return (
-            f"the {best} by this cost model{within}{stopped}, of {self.num_legal} legal layouts with all splits "
+            f"{promise}{stopped}, of {self.num_legal} legal layouts with all splits "
             "of the layers over their stages and recompute of each rank (its stages alike), among plans with one table "
             "per block kind and recompute kind"
         )

@@ -23,7 +23,7 @@ from autoshard.spec.record import decode, encode
 from autoshard.units import format_seconds
 
 _LEAST_SHARE = 0.005  # of the vendor's step: smaller differences of a part are not listed
-_TITLE = "slower than the fastest, with its 80% interval; sure: the chance that it is slower"
+_TITLE = "slower than {}, with its 80% interval; sure: the chance that it is slower"
 
 
 def runners_up_of(best: Plan, next_best: Sequence[Plan]) -> list[Answer]:
@@ -74,9 +74,10 @@ def answers_table(answers: Sequence[Node], fastest: Node, candidate: str) -> Tab
         "why": lambda answer: _loses(answer, fastest),
         "layout": lambda answer: "" if (text := answer["candidate"].value) == candidate else Words(text, "code"),
     }
-    names = "Runners-up" if all(answer["name"].value.isdecimal() for answer in answers) else "Answers"
+    alone = all(answer["name"].value.isdecimal() for answer in answers)  # are compared with the plan that is shown
+    title = f"{'Runners-up' if alone else 'Answers'}; {_TITLE.format('this plan' if alone else 'the fastest')}"
     rows = sheet_rows(answers, columns)
-    return Table(f"{names}; {_TITLE}", [*columns], rows, whole=("name",), drop=("why",), below="layout")
+    return Table(title, [*columns], rows, whole=("name",), drop=("why",), below="layout")
 
 
 def plan_words(layout: Candidate) -> str:

@@ -66,13 +66,14 @@ def shown_answers(answers: Sequence[Answer], written: str) -> list[Answer]:
 def _facts(plan: Plan, figures: Node) -> Iterator[Fact]:
     """Yield the plan in words, its speed, memory, price and the largest parts of its time."""
     prediction, predicted = figures["prediction"], prediction_of(plan)
-    mfu = prediction["mfu_causal"] or prediction["mfu"]
+    causal = prediction["mfu_causal"]  # beside that of all pairs, which other commands and runs count
+    masked: Cell = (" (", causal.figure(), " causal)") if causal else ""
     low, high = (format_seconds(time_s) for time_s in (predicted.low_s, predicted.high_s))
     per_second = prediction["tokens_per_s"].figure(lambda count: format_count(count, "tokens/s"))
     yield Fact("plan", Words(layout_words(plan), "strong"))
     yield Fact("layout", Words(str(plan.candidate), "code"))
-    yield Fact("step", prediction["step_time_s"].figure(), (f" ({low} to {high}), ", per_second, ", MFU ", mfu.figure(),
-               f" of {software_of(plan)}"))  # fmt: skip
+    yield Fact("step", prediction["step_time_s"].figure(), (f" ({low} to {high}), ", per_second,
+               ", MFU ", prediction["mfu"].figure(), masked, f" of {software_of(plan)}"))  # fmt: skip
     yield Fact("time", largest_parts(predicted))
     usable = format_bytes(plan.cluster.rank_memory_bytes)
     kept_free = "; ".join(filter(None, (f" of {usable} on the fullest rank", kept_free_words(plan))))

@@ -46,7 +46,8 @@ def explanation_sheets(
     if alternatives.rivals:
         yield answers_sheet(plan, runners_up_of(plan, alternatives.rivals))
     if proof := alternatives.certificate:
-        yield refused_sheet(Node({**encode(proof), "statement": proof.statement, "accounting": proof.accounting}))
+        said = {"statement": proof.statement_of(plan), "accounting": proof.about(plan).accounting}
+        yield refused_sheet(Node({**encode(proof), **said}))
     yield Sheet(notes=[Words(f"seconds {explanation.basis}", "warning"), *plan_warnings(plan)])
 
 

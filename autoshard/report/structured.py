@@ -88,12 +88,14 @@ def explanation_json(
     notes: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Return the explained blocks of a plan, its prediction and cost, and the next best plans."""
+    certificate = alternatives.certificate
     return {
         **encode(explanation),
         **_brief_json(plan),
         "pipeline_ranks": encode(list(times)),
         "unlimited_s": alternatives.unlimited_s,
-        "certificate": encode(alternatives.certificate),
+        "gap": certificate and certificate.about(plan).gap,
+        "certificate": encode(certificate),
         "runners_up": list(map(_brief_json, alternatives.rivals)),
         "notes": list(notes),
     }

@@ -4,16 +4,18 @@ from functools import cache
 
 import pytest
 
+from autoshard.blocks.explain import explain
 from autoshard.cost.doubt import ratio_of
-from autoshard.plan.explanation import Answer
+from autoshard.plan.explanation import Alternatives, Answer
 from autoshard.plan.plan import Plan
 from autoshard.report.brief import brief_sheets, shown_answers
+from autoshard.report.explanation import explanation_sheets
 from autoshard.report.terminal import drawn, make_console
 from autoshard.report.words import prediction_of, signed_words
 from autoshard.search.ask.answers import PlanResult, answers_of
 from autoshard.search.ask.choice.doubt import DOUBT
 from autoshard.search.ask.planner import search
-from autoshard.units import format_seconds
+from autoshard.units import format_at_most, format_seconds
 from tests.report.printed import printed
 from tests.search.brute_force import ask as request
 
@@ -38,6 +40,26 @@ def screen(name: str) -> str:
 @pytest.mark.parametrize("name", QUESTIONS)
 def test_the_first_answer_fits_on_one_screen(name: str) -> None:
     assert len(screen(name).splitlines()) <= 26
+
+
+@pytest.mark.parametrize("name", QUESTIONS)
+def test_the_share_of_the_peak_is_the_one_that_comparisons_and_runs_print(name: str) -> None:
+    prediction = result_of(name).runnable(result_of(name).name).prediction
+    assert prediction.mfu_causal is not None
+    assert f"MFU {prediction.mfu:.1%} ({prediction.mfu_causal:.1%} causal)" in screen(name)
+
+
+def test_an_explanation_says_how_far_the_plan_itself_may_be_from_the_best() -> None:
+    result = result_of("vendor")
+    fastest, proven = result.answers[0].plan, result.certificate
+    plan = next(answer.plan for answer in result.answers if answer.slower > 0.01)
+    assert proven.statement_of(fastest) == proven.statement and proven.statement.startswith("the fastest by this")
+    gap = 1 - proven.bound / prediction_of(plan).step_time_s
+    assert proven.statement_of(plan).startswith(f"within {format_at_most(gap)} of the fastest by this cost model, of ")
+    sheets = explanation_sheets(plan, explain(plan), Alternatives(rivals=(fastest,), unlimited_s=1, certificate=proven))
+    text = " ".join(printed(drawn(*sheets)).split())
+    assert proven.statement_of(plan) in text and f"gap {format_at_most(gap)}" in text
+    assert "Runners-up; slower than this plan" in text and "the fastest by this cost model, or" not in text
 
 
 @pytest.mark.parametrize("name", QUESTIONS)
