@@ -2,6 +2,8 @@
 
 import io
 import os
+import pty
+import signal
 import sys
 from pathlib import Path
 
@@ -57,3 +59,33 @@ def test_only_lines_that_somebody_waits_for_are_missed(
     with LastingOutput() as output:
         sys.stdout.write("as ever\n")
     assert capsys.readouterr().out == "as ever\n" and not output.failure
+
+
+def test_nobody_waits_for_the_lines_of_a_terminal_that_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    window, terminal = pty.openpty()
+    with os.fdopen(terminal, "w", buffering=1) as stream, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", stream)
+        with LastingOutput() as output:
+            sys.stdout.write("a step\n")
+            os.close(window)
+            sys.stdout.write("another step\n")
+    assert not output.failure
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_a_run_whose_terminal_is_closed_is_saved_and_ends_by_that_signal(tmp_path: Path) -> None:
+    write_tiny(tmp_path, "tp=1,pp=1,dp=1")
+    command = [sys.executable, "-m", "autoshard", "run", "tiny.json", "--steps", "100000", "--out", "run"]
+    process, window = pty.fork()
+    if not process:
+        os.chdir(tmp_path)
+        os.execv(sys.executable, command)
+    shown = b""
+    while b"step " not in shown:
+        shown += os.read(window, 4096)
+    os.close(window)
+    _, status = os.waitpid(process, 0)
+    assert os.waitstatus_to_exitcode(status) == 128 + signal.SIGHUP
+    last = read_metrics(tmp_path / "run" / "metrics.jsonl")[-1]["step"]
+    assert (tmp_path / "run" / "checkpoints" / f"step-{last:08}").is_dir()

@@ -322,8 +322,9 @@ def _conclude(execution: Execution, report: RunReport, display: RunDisplay, outp
         print(_without_steps(training.steps, stopped_by=report.signal))
     if report.steps:
         _teach(execution, report, row)
-    if failures := [*failures, *filter(None, [output.failure])]:
-        raise RunFailed("\n".join(failures))
+    lost = [output.failure] if output.failure and not report.signal else []  # no failure of a run that is saved
+    if failures or lost:
+        raise RunFailed("\n".join([*failures, *lost]))
     _heed_signal(report, training)
     return 0
 

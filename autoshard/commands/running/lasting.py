@@ -1,5 +1,6 @@
 """Output of a run that lasts a night: a full disk, or a reader or a terminal that is gone, ends no training."""
 
+import errno
 import os
 import sys
 from contextlib import suppress
@@ -9,7 +10,7 @@ from typing import Any, TextIO, cast
 class LastingOutput:
     """A context in which what cannot be printed is lost, and said once on stderr; the run has files that tell the same.
 
-    At the end ``failure`` says why lines are missing; a reader that went away wanted no more of them.
+    At the end ``failure`` says why lines are missing; a reader or a terminal that went away wanted no more of them.
     """
 
     def __init__(self) -> None:
@@ -29,7 +30,7 @@ class LastingOutput:
     def lose(self, stream: "_LastingStream", error: OSError) -> None:
         """Take note of the first failure of a stream."""
         reason = error.strerror or str(error)
-        if not isinstance(error, BrokenPipeError):
+        if not (isinstance(error, BrokenPipeError) or stream.was_closed_terminal(error)):
             self.failure = self.failure or f"the output: {reason}"
         if stream is self._streams[0]:
             print(f"warning: the output cannot be written: {reason}. The run goes on", file=sys.stderr, flush=True)
@@ -40,6 +41,7 @@ class _LastingStream:
 
     def __init__(self, stream: TextIO, output: LastingOutput) -> None:
         self._stream, self._output, self._has_failed = stream, output, False
+        self._was_terminal = stream.isatty()
 
     def __getattr__(self, name: str) -> Any:
         """Answer as the stream itself."""
@@ -59,6 +61,10 @@ class _LastingStream:
             self._stream.flush()
         except OSError as error:
             self._fail(error)
+
+    def was_closed_terminal(self, error: OSError) -> bool:
+        """Say whether an error is that of a terminal which somebody has closed."""
+        return self._was_terminal and error.errno == errno.EIO
 
     def end(self) -> TextIO:
         """Return the stream itself; what is still buffered of one that fails would fail again at Python's end."""
