@@ -7,7 +7,7 @@ import time
 import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -292,10 +292,22 @@ class Saver:
 
         if storage.is_local:
             from_first_rank(lambda: persistent(make_ready, progress.settled), self._group)
-        written = from_all_ranks(copy, self._group)
-        if not storage.is_local:  # no update waits for a store
-            from_first_rank(lambda: persistent(make_ready), self._group)
-            from_all_ranks(lambda: boxes and persistent(upload), self._group)
-            if boxes:
-                spool.remove(file_name)
-        from_first_rank(conclude, self._group)
+        with self._without_remains(folder):
+            written = from_all_ranks(copy, self._group)
+            if not storage.is_local:  # no update waits for a store
+                from_first_rank(lambda: persistent(make_ready), self._group)
+                from_all_ranks(lambda: boxes and persistent(upload), self._group)
+                if boxes:
+                    spool.remove(file_name)
+            from_first_rank(conclude, self._group)
+
+    @contextmanager
+    def _without_remains(self, folder: str) -> Iterator[None]:
+        """Give a disk back what a save that fails on all ranks has written: it may be full, and others write to it."""
+        try:
+            yield
+        except StorageError:
+            if self._shelf.storage.is_local and dist.get_rank() == 0:
+                with suppress(StorageError):
+                    self._shelf.storage.remove(folder)
+            raise

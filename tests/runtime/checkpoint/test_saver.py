@@ -179,6 +179,7 @@ def test_what_fails_on_the_first_rank_alone_is_known_to_all(
         assert "older checkpoints are still there: somewhere: no" in found.notes and not found.report.unsaved
     else:
         assert found.report.unsaved == "somewhere: no"
+        assert not [*tmp_path.rglob("*.partial")], "a disk that is full gets its space back"
 
 
 @pytest.mark.slow
