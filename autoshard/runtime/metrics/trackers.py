@@ -3,11 +3,15 @@
 import json
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
+from http.client import HTTPException
 from importlib.util import find_spec
 from pathlib import Path
 from queue import SimpleQueue
+from ssl import SSLError
 from typing import Any, Protocol
+from urllib.error import HTTPError, URLError
+from urllib.request import Request, urlopen
 
 from autoshard.errors import require
 from autoshard.runtime.metrics.log import scalars
@@ -15,6 +19,7 @@ from autoshard.runtime.metrics.shown import ShownSteps
 from autoshard.spec.training import Tracking
 
 _FINISH_S = 60.0  # for uploads when a run ends
+_ANSWER_S = 10.0  # for a server to say that it is there
 _FLUSH, _FLUSH_S = "x_transaction_log_flush_interval", 1.0  # what a kill may take; 15 s by default
 
 
@@ -199,7 +204,7 @@ class OnWandb:
             if mode == "online":  # without a key it would ask for one
                 host = settings.base_url
                 has_key = authenticate_session(host=host, source="autoshard", prompt=False, update_session=False)
-                fault = "" if has_key else "there is no key here. To get one, type: wandb login"
+                fault = _unreachable(host) if has_key else "there is no key here. To get one, type: wandb login"
         except AuthenticationError as error:
             fault = _first_line(error)
         mode = "offline" if fault else mode
@@ -248,6 +253,22 @@ class OnWandb:
         settings = {"mode": mode, "dir": str(self._folder), "settings": wandb.Settings(**settings)}
         self._run = wandb.init(id=self._run_id, resume="allow", config=dict(config), **settings, **self._labels)
         self.next_step = self._run.starting_step
+
+
+@cache  # a sweep begins many runs
+def _unreachable(url: str) -> str:
+    """Say why nobody answers at the address of a server; W&B finds out after a minute and a half, and we wait for it.
+
+    An answer that is an error, or a certificate that Python does not know, is for W&B to judge.
+    """
+    try:
+        with urlopen(Request(url, method="HEAD"), timeout=_ANSWER_S):
+            return ""
+    except (HTTPError, HTTPException):
+        return ""
+    except (OSError, ValueError) as error:
+        reason = error.reason if isinstance(error, URLError) else error
+        return "" if isinstance(reason, SSLError) else f"{url} cannot be reached: {reason}"
 
 
 def _first_line(error: Exception) -> str:
