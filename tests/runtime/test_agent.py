@@ -69,6 +69,28 @@ def test_forked_ranks_get_what_the_plan_needs_or_the_user_says() -> None:
     assert patience_s(PLAN, Checkpointing(grace_seconds=25), here=True) == 25
 
 
+RANK = """
+import os, signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(print("saved", flush=True)))
+print(f"agent {os.getppid()}", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.slow
+def test_a_signal_that_users_of_slurm_ask_for_lets_ranks_save(tmp_path: Path) -> None:
+    """By itself it kills torchrun, and Slurm then kills the ranks of a task that ended badly."""
+    (tmp_path / "rank.py").write_text(RANK, encoding="utf-8")
+    command = [sys.executable, "-m", "autoshard.runtime.agent", "--standalone", "rank.py"]
+    with subprocess.Popen(
+        command, cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as agent:
+        assert agent.stdout and agent.stdout.readline() == f"agent {agent.pid}\n"
+        agent.send_signal(signal.SIGUSR1)
+        assert agent.stdout.read() == "saved\n"
+    assert agent.returncode == 1
+
+
 ORPHAN = """
 import signal, sys, time
 from autoshard.runtime.launch import heed_end_of_agent
