@@ -85,6 +85,8 @@ def _split(name: str, options: Mapping[str, Option], arguments: Sequence[str]) -
         if flag not in known  # the parser would take abbreviations, and name only the first that it does not know
     ]
     faults += _typed_twice(options, arguments)
+    no_values = (flag for flag, _, value in (argument.partition("=") for argument in arguments) if value == "--")
+    faults += (Fault(where=flag, message="a value is missing, not --") for flag in no_values if _FLAG.match(flag))
     if faults:
         raise InputError(faults)
     try:

@@ -70,6 +70,7 @@ WRONG = [
     (f"{LOCAL} --mod x --zork", ["--mod: unknown option. Did you mean --model", "--zork: unknown option."]),
     (f"{LOCAL} zork", ["--model: is typed twice: zork and tiny-llama"]),
     (f"{LOCAL} --nodes", ["--nodes: a value is missing. See autoshard plan --help"]),
+    (f"{LOCAL} --extend=-- --pin=--", ["--extend: a value is missing, not --", "--pin: a value is missing, not --"]),
     (
         f"{LOCAL} --pin q --pin up=[ffn",
         ["autoshard: --pin q: '' is not a layout.", "--pin up: '[ffn' is not a layout."],
