@@ -18,7 +18,7 @@ from autoshard.report.sweep import sweep_sheets
 from autoshard.runtime.folder import locked
 from autoshard.spec.price import checked_prices
 from autoshard.sweep.on_wandb import agent_point, controller_text, log_sweep
-from autoshard.sweep.points import Sweep, load_sweep, points_of, sweep_path
+from autoshard.sweep.points import Sweep, SweepPoint, load_sweep, points_of, sweep_path
 from autoshard.sweep.questions import SweepQuestions
 from autoshard.sweep.table import (
     PARQUET,
@@ -72,9 +72,7 @@ def sweep(
     content, folder = _at_price(load_sweep(source), price, elsewhere), out or Path("sweeps") / source.stem
     if wandb_agent:
         return _print_rows([agent_point(content, source.parent, folder, wandb)])
-    with inside(source):
-        points = points_of(content, source.parent)
-        SweepQuestions(content, source.parent).refuse()
+    points = _answerable(content, source)
     require(*folder_checks(folder))
     all_jobs = jobs_of(points, content.mode, folder, content.rehearse)
     if scheduler is not None:
@@ -98,6 +96,14 @@ def sweep(
             progress.end(done)
         ordered = [rows.rows[point.id] for point in points]
         return _conclude(content, source, ordered, folder, wandb=wandb, parquet=parquet, json=json)
+
+
+def _answerable(content: Sweep, source: Path) -> tuple[SweepPoint, ...]:
+    """Return the points of a sweep file; refuse it where it names what is not there."""
+    with inside(source):
+        points = points_of(content, source.parent)
+        SweepQuestions(content, source.parent).refuse()
+    return points
 
 
 def _at_price(content: Sweep, price: float | str | None, elsewhere: bool) -> Sweep:

@@ -160,7 +160,7 @@ def points_of(sweep: Sweep, folder: Path) -> tuple[SweepPoint, ...]:
 
 def points_of_question(sweep: Sweep, base: Entries, override: Entries, folder: Path) -> list[SweepPoint]:
     """Return the points of one question: its best plan, and as many more as the sweep wants."""
-    entries = entries_of(base, override)
+    entries = merged_entries(base, override)
     if _PLAN in entries:
         entries[_PLAN] = str(folder / str(entries[_PLAN]))
         question_keys = sorted(entries.keys() - {_PLAN, *TRAINING_KEYS})
@@ -187,7 +187,7 @@ def base_of(sweep: Sweep, folder: Path) -> Entries:
     """Return the entries that all points share: those of the recipe, with those of the sweep over them."""
     data = {} if sweep.recipe is None else read_data(_recipe_path(sweep.recipe, folder))
     require((isinstance(data, dict), "recipe", f"{sweep.recipe} is no recipe"))
-    return entries_of(cast(dict[str, Any], data), sweep.base)
+    return merged_entries(cast(dict[str, Any], data), sweep.base)
 
 
 def _recipe_path(name: str, folder: Path) -> Path:
@@ -196,7 +196,7 @@ def _recipe_path(name: str, folder: Path) -> Path:
     return beside if beside.is_file() else named_file(Path(name), RECIPES)
 
 
-def entries_of(base: Entries, override: Entries) -> dict[str, Any]:
+def merged_entries(base: Entries, override: Entries) -> dict[str, Any]:
     """Set keys over a base; a dot goes into a section, null takes a key away, and ``fix.tp`` is tp of ``fix``."""
     merged: dict[str, Any] = json.loads(json.dumps(base, default=str))
     pins: dict[str, Any] = {}

@@ -9,7 +9,7 @@ from pathlib import Path
 from autoshard.errors import Fault, Faults, InputError
 from autoshard.search.ask.api import request_of
 from autoshard.spec.recipe import QUESTION_KEYS, recipe_of
-from autoshard.sweep.points import Entries, Sweep, base_of, entries_of
+from autoshard.sweep.points import Entries, Sweep, base_of, merged_entries
 
 _OPTION = re.compile(r"--([a-z-]+)")
 
@@ -42,7 +42,7 @@ class SweepQuestions:
 
     def _of(self, override: Entries) -> tuple[Fault, ...]:
         """Return what is wrong with the question of a point, under the keys of its file."""
-        entries = entries_of(self._base, override)
+        entries = merged_entries(self._base, override)
         question = {key: entries[key] for key in ("nodes", *QUESTION_KEYS) if key in entries}
         if "plan" in entries:  # it was answered
             return ()
