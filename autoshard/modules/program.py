@@ -189,6 +189,15 @@ def _doubled(value: Any) -> Any:
     return type(value)(map(_doubled, value)) if type(value) in (tuple, list) else value
 
 
+def name_of(step: TracedStep) -> str:
+    """Return the name of a step's function as torch has it."""
+    function = step.function
+    if isinstance(function, functools.partial):
+        function = function.keywords.get("function", function.func)
+    name = str(getattr(function, "_opname", getattr(function, "__name__", function)))
+    return "mean" if name == "part_of_total" else name
+
+
 def shown(value: Any) -> str:
     """Write an argument or a function down, without the place in memory that Python prints."""
     if isinstance(value, TensorPlace):

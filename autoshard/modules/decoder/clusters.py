@@ -2,9 +2,9 @@
 
 from autoshard.errors import require
 from autoshard.modules.decoder.functions import as_norm, known_function
-from autoshard.modules.decoder.pieces import Piece, SegmentFlow, WeightPart, is_same, name_of, parameters_of, shape
+from autoshard.modules.decoder.pieces import Piece, SegmentFlow, WeightPart, is_same, parameters_of, shape
 from autoshard.modules.dims import Dim
-from autoshard.modules.program import Traced, TracedStep
+from autoshard.modules.program import Traced, TracedStep, name_of
 
 _BY_NUMBER = ("aligned_product", "grouped_mm_fallback")  # products of rows with the matrices of their groups
 

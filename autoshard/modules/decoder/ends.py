@@ -7,8 +7,7 @@ import torch
 
 from autoshard.errors import require
 from autoshard.modules.capture import Captured
-from autoshard.modules.decoder.pieces import name_of
-from autoshard.modules.program import Read, Result, Traced, TracedProgram, TracedStep
+from autoshard.modules.program import Read, Result, Traced, TracedProgram, TracedStep, name_of
 from autoshard.modules.reach import steps_to
 
 LOGITS, LOSS = "logits", "loss"

@@ -6,9 +6,9 @@ from dataclasses import replace
 import torch
 import torch.nn.functional as F  # noqa: N812 (as torch's users call it)
 
-from autoshard.modules.decoder.pieces import NormDetail, Piece, SegmentFlow, is_same, name_of, shape
+from autoshard.modules.decoder.pieces import NormDetail, Piece, SegmentFlow, is_same, shape
 from autoshard.modules.dims import Dim
-from autoshard.modules.program import Traced, TracedStep
+from autoshard.modules.program import Traced, TracedStep, name_of
 from autoshard.modules.region import Local, constant, expand
 from autoshard.spec.model import Activation
 

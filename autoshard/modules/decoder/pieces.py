@@ -2,14 +2,14 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Literal
 
 import torch
 
 from autoshard.modules.decoder.segments import Segment
 from autoshard.modules.dims import Dim, Position, factors
-from autoshard.modules.program import Read, Traced, TracedStep
+from autoshard.modules.program import Read, Traced, TracedStep, name_of
 from autoshard.modules.region import expand
 from autoshard.spec.model import Activation
 
@@ -137,15 +137,6 @@ class SegmentFlow:
                 steps.add(step)
                 waiting += [read.value for read in step.reads]
         return tuple(step for step in self.segment.steps if step in steps)
-
-
-def name_of(step: TracedStep) -> str:
-    """Return the name of a step's function as torch has it."""
-    function = step.function
-    if isinstance(function, partial):
-        function = function.keywords.get("function", function.func)
-    name = str(getattr(function, "_opname", getattr(function, "__name__", function)))
-    return "mean" if name == "part_of_total" else name
 
 
 def is_same(step: TracedStep) -> bool:

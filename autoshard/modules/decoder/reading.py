@@ -16,7 +16,7 @@ from autoshard.modules.decoder.cards import card_match
 from autoshard.modules.decoder.ends import trained_end, up_to_logits
 from autoshard.modules.decoder.lift import lift_decoder
 from autoshard.modules.decoder.masks import NoValues
-from autoshard.modules.decoder.segments import joined_outside, merged_layers, unify_tokens, with_joined_tokens
+from autoshard.modules.decoder.stack.joined import joined_outside, merged_layers, unify_tokens, with_joined_tokens
 from autoshard.spec.model import ModelSpec
 
 Show = Callable[[str], None]

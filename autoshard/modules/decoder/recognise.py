@@ -15,12 +15,11 @@ from autoshard.modules.decoder.pieces import (
     SegmentFlow,
     WeightPart,
     is_same,
-    name_of,
     parameters_of,
     shape,
 )
 from autoshard.modules.dims import Position, factors
-from autoshard.modules.program import Read, Traced, TracedStep
+from autoshard.modules.program import Read, Traced, TracedStep, name_of
 from autoshard.spec.model import Activation
 
 _PARTS = ("select", "narrow", "slice")

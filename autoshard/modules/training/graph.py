@@ -86,9 +86,9 @@ def code_graph(
     captured: Captured, stack: Stack, end: TrainedEnd, workload: Workload, num_sequences: int, *, doubles: bool
 ) -> CodeGraph:
     """Write a decoder down as the graph of a step on so many sequences, of numbers in double if it ``doubles``."""
-    packing = Packing.of(stack, casts=not doubles)
+    packing = Packing.of(stack, num_sequences, casts=not doubles)
     names, parts = _names(captured, stack, end), list(code_parts(captured, stack, packing))
-    if packing and stack.beside:
+    if packing and not packing.is_alone:
         names = {**names, packing.carried[1][0]: free_name("rows", {*names.values()})}
     embed, *layers, head = parts
     ties = _ties(parts)

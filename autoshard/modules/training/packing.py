@@ -1,4 +1,4 @@
-"""One tensor that goes from part to part: the hidden state, and in more rows what goes along beside it."""
+"""One tensor that goes from part to part: the hidden state, and in more rows all else that later parts read."""
 
 import functools
 import itertools
@@ -18,90 +18,123 @@ from autoshard.modules.program import Origin, Read, TensorPlace, Traced, TracedS
 class Packing:
     """How values are packed: each has rows of the hidden size, behind those of the values before it.
 
-    All are in the widest of their formats, which rounds none.
+    All are in the widest of their formats, which rounds none. Between all parts there are as many rows as the most
+    need. What is the same for all samples, as a weight is, goes with each of them, and is the mean of these copies.
     """
 
     carried: tuple[Position, Position, Position]  # batch, rows and hidden size of what is packed
-    values: tuple[Traced, ...]  # a hidden state, and what goes along
-    counts: tuple[int, ...]  # of the rows of each
     widest: Traced
+    num_samples: int  # of a micro-batch
+    is_alone: bool  # whether nothing goes beside the hidden state, so that only formats change
     casts: bool  # whether formats are those of the code; else all numbers are in double
 
     @classmethod
-    def of(cls, stack: Stack, *, casts: bool) -> "Packing | None":
-        """Return the packing of a stack's hidden state, if anything goes along, or layers hand on several formats."""
-        values = (stack.embed.gives, *stack.beside)
-        states = [*values, *(layer.gives for layer in stack.layers)]
-        widest = max(states, key=lambda value: value.format.itemsize)
-        if not stack.beside and all(state.format == widest.format for state in states):
-            return None
-        for state in states:
-            fits = torch.promote_types(state.format, widest.format) == widest.format
-            message = f"hands on {state.name} of {state.format} beside {widest.format}, which would round it"
+    def of(cls, stack: Stack, num_samples: int, *, casts: bool) -> "Packing | None":
+        """Return the packing of what a stack hands on: None where that is a hidden state of one format and one size."""
+        values = list(dict.fromkeys(value for part in stack.parts for value in (*part.arriving, *part.handed_on)))
+        widest = max(values, key=lambda value: value.format.itemsize)
+        for value in values:
+            fits = torch.promote_types(value.format, widest.format) == widest.format
+            message = f"hands on {value.name} of {value.format} beside {widest.format}, which would round it"
+            require((not value.is_index, "module", f"{value.name}, which goes along, holds whole numbers"))
             require((fits, "module", message))
         batch, sequence, hidden = stack.carried
-        counts = tuple(_num_rows(value, batch, size_of(hidden)) for value in values)
-        rows = fresh(sum(counts), "rows") if stack.beside else sequence
-        return cls(carried=(batch, rows, hidden), values=values, counts=counts, widest=widest, casts=casts)
+        shape = factors((*batch, *sequence, *hidden))
+        is_alone = not stack.beside and all(value.dims == shape for value in values)
+        if is_alone and all(value.format == widest.format for value in values):
+            return None
+        packing = cls(
+            carried=stack.carried, widest=widest, num_samples=num_samples, is_alone=is_alone, casts=casts
+        )  # fmt: skip
+        num_rows = max(sum(map(packing.rows, part.handed_on)) for part in stack.parts)
+        return packing if is_alone else replace(packing, carried=(batch, fresh(num_rows, "rows"), hidden))
+
+    def rows(self, value: Traced) -> int:
+        """Return how many rows the numbers of a sample take."""
+        numbers = math.prod(dim.size for dim in value.dims if dim not in factors(self.carried[0]))
+        return -(-numbers // size_of(self.carried[2]))
 
     def packed(self, name: str, origin: Origin) -> Traced:
         """Return the tensor in which a hidden state goes on."""
-        return replace(self.widest, name=name, positions=self.carried, origin=origin)
+        return replace(self.widest, name=name, positions=self.carried, origin=origin, is_index=False)
 
-    def unpacking(self, packed: Traced, slots: Sequence[Traced | None]) -> Iterator[TracedStep]:
-        """Yield the steps that take values apart, into as many slots as there are values; None is not read."""
-        starts = [0, *itertools.accumulate(self.counts)]
-        for slot, start, count in zip(slots, starts, self.counts, strict=False):
+    def unpacking(self, packed: Traced, slots: Sequence[tuple[Traced, Traced | None]]) -> Iterator[TracedStep]:
+        """Yield the steps that take values apart, each into its slot; None is not read."""
+        starts = itertools.accumulate((self.rows(value) for value, _ in slots), initial=0)
+        for (value, slot), start in zip(slots, starts, strict=False):
             if slot:
-                shape = tuple(map(size_of, slot.positions[1:]))
-                rows = functools.partial(_rows_of, start=start, count=count, shape=shape, dtype=self._dtype(slot))
-                yield self._step(slot, rows, [packed])
+                is_common = not self._has_batch(value)
+                shape = tuple(map(size_of, slot.positions if is_common else slot.positions[1:]))
+                rows = functools.partial(
+                    _mean_of_copies if is_common else _rows_of, start=start, count=self.rows(value), shape=shape,
+                    dtype=self._dtype(slot), **({"num_samples": self.num_samples} if is_common else {}),
+                )  # fmt: skip
+                yield self._step(slot, rows, [packed], is_common=is_common)
 
     def packing(self, makes: Traced, slots: Sequence[Traced]) -> TracedStep:
         """Return the step that packs all values."""
-        width = size_of(self.carried[2])
-        return self._step(makes, functools.partial(_packed, width=width, dtype=self._dtype(makes)), slots)
+        pack = functools.partial(
+            _packed, rows=size_of(self.carried[1]), width=size_of(self.carried[2]), dtype=self._dtype(makes),
+            is_common=tuple(not self._has_batch(value) for value in slots),
+        )  # fmt: skip
+        return self._step(makes, pack, slots)
+
+    def _has_batch(self, value: Traced) -> bool:
+        (batch,) = factors(self.carried[0])
+        return batch in value.dims
 
     def _dtype(self, value: Traced) -> torch.dtype | None:
         return value.format if self.casts else None
 
-    def _step(self, makes: Traced, function: Callable[..., torch.Tensor], reads: Sequence[Traced]) -> TracedStep:
+    def _step(
+        self, makes: Traced, function: Callable[..., torch.Tensor], reads: Sequence[Traced], *, is_common: bool = False
+    ) -> TracedStep:
         """Return a step in which all but the batch is whole, or nothing if it only changes the format."""
-        dims = {dim for value in (*reads, makes) for dim in value.dims} - {*factors(self.carried[0])}
-        alone = len(self.values) == 1
-        if alone:
+        batch = factors(self.carried[0])
+        dims = {dim for value in (*reads, makes) for dim in value.dims} - {*batch}
+        if self.is_alone:
             function = functools.partial(_formatted, dtype=self._dtype(makes))
         return TracedStep(
-            name=makes.name, path="", sort="local", function=function,
+            name=makes.name, path="", sort="sum" if is_common else "local", function=function,
             arguments=tuple(TensorPlace(number) for number in range(len(reads))), keywords={},
             reads=tuple(Read(value=value, positions=value.positions) for value in reads), makes=makes,
-            whole=frozenset() if alone else frozenset(dims),
+            whole=frozenset() if self.is_alone else frozenset(dims), summed=frozenset(batch if is_common else ()),
         )  # fmt: skip
-
-
-def _num_rows(value: Traced, batch: Position, width: int) -> int:
-    """Return how many rows of a width the numbers of a sample are."""
-    first, *inner = value.positions or ((),)
-    name = f"{value.name}, which goes along beside the hidden state,"
-    numbers = math.prod(map(size_of, inner))
-    require(
-        (factors(first) == factors(batch), "module", f"{name} has no batch as its first dim"),
-        (not value.is_index, "module", f"{name} holds whole numbers"),
-        (numbers % width == 0, "module", f"{name} has {numbers} numbers for a sample, no multiple of {width}"),
-    )
-    return numbers // width
 
 
 def _rows_of(
     packed: torch.Tensor, *, start: int, count: int, shape: tuple[int, ...], dtype: torch.dtype | None
 ) -> torch.Tensor:
     """Return one of the values that are packed."""
-    return _formatted(packed[:, start : start + count].reshape(len(packed), *shape), dtype=dtype)
+    numbers = packed[:, start : start + count].flatten(1)[:, : math.prod(shape)]
+    return _formatted(numbers.reshape(len(packed), *shape), dtype=dtype)
 
 
-def _packed(*values: torch.Tensor, width: int, dtype: torch.dtype | None) -> torch.Tensor:
+def _mean_of_copies(
+    packed: torch.Tensor,
+    *,
+    start: int,
+    count: int,
+    shape: tuple[int, ...],
+    dtype: torch.dtype | None,
+    num_samples: int,
+) -> torch.Tensor:
+    """Return the part of a rank's samples in the mean of all copies of a value."""
+    return _rows_of(packed, start=start, count=count, shape=shape, dtype=dtype).sum(0) / num_samples
+
+
+def _packed(
+    *values: torch.Tensor, rows: int, width: int, dtype: torch.dtype | None, is_common: tuple[bool, ...]
+) -> torch.Tensor:
     """Return the rows of all values, one behind the other."""
-    return torch.cat([_formatted(value, dtype=dtype).reshape(len(value), -1, width) for value in values], dim=1)
+    count = next(len(value) for value, common in zip(values, is_common, strict=True) if not common)
+    parts: list[torch.Tensor] = []
+    for value, common in zip(values, is_common, strict=True):
+        numbers = _formatted(value, dtype=dtype)
+        numbers = numbers.reshape(1, -1).expand(count, -1) if common else numbers.reshape(count, -1)
+        parts.append(torch.nn.functional.pad(numbers, (0, -numbers.shape[1] % width)))
+    together = torch.cat(parts, dim=1)
+    return torch.nn.functional.pad(together, (0, rows * width - together.shape[1])).reshape(count, rows, width)
 
 
 def _formatted(value: torch.Tensor, *, dtype: torch.dtype | None) -> torch.Tensor:

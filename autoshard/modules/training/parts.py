@@ -36,9 +36,7 @@ class CodePart:
 
 def code_parts(captured: Captured, stack: Stack, packing: Packing | None) -> Iterator[CodePart]:
     """Yield embedding, layers and head, which hand a packed tensor on if there is more than a hidden state."""
-    for segment in (stack.embed, *stack.layers):
-        yield _Copier(captured, segment, packing).part(hands_on=True)
-    yield _Copier(captured, stack.head, packing).part(hands_on=False)
+    yield from (_Copier(captured, segment, packing).part() for segment in stack.parts)
 
 
 def joining(stack: Stack, logits: Traced) -> Iterator[tuple[str, str]]:
@@ -64,12 +62,12 @@ class _Copier:
         self.paths: dict[str, str] = {}
         self.nodes: dict[str, Node] = {}
 
-    def part(self, *, hands_on: bool) -> CodePart:
+    def part(self) -> CodePart:
         """Return the copy."""
         steps = tuple(self._step(step) for step in self.segment.steps)
         gives = self.copies[self.segment.gives]
         if self.packing:
-            steps, gives = self._packed(self.packing, steps, gives, hands_on=hands_on)
+            steps, gives = self._packed(self.packing, steps, gives)
         result = Result(
             name=GIVEN, read=Read(value=gives, positions=gives.positions), is_seeded=True, is_trained=True
         )  # fmt: skip
@@ -81,19 +79,18 @@ class _Copier:
         return CodePart(name=self.segment.name, program=program, gives=gives, paths=self.paths, nodes=self.nodes)
 
     def _packed(
-        self, packing: Packing, steps: tuple[TracedStep, ...], gives: Traced, *, hands_on: bool
+        self, packing: Packing, steps: tuple[TracedStep, ...], gives: Traced
     ) -> tuple[tuple[TracedStep, ...], Traced]:
         """Return the steps of a part that takes and gives packed tensors, and what it gives."""
-        beside = packing.values[1:]
-        if hands_on:
-            slots = [gives, *map(self._value, beside)]
+        if self.segment.handed_on:
+            slots = [self._value(value) for value in self.segment.handed_on]
             gives = packing.packed(free_name("packed", self.names), "made")
             steps = (*steps, packing.packing(gives, slots))
-        if self.segment.takes:
-            arriving = packing.packed(TAKEN, "carried")
-            slots = [self.copies.get(value) for value in (self.segment.takes, *beside)]
-            steps = (*packing.unpacking(arriving, slots), *steps)
-            self.copies[arriving] = arriving
+        if self.segment.arriving:
+            packed = packing.packed(TAKEN, "carried")
+            slots = [(value, self.copies.get(value)) for value in self.segment.arriving]
+            steps = (*packing.unpacking(packed, slots), *steps)
+            self.copies[packed] = packed
         self.copies[gives] = gives
         return steps, gives
 
@@ -112,7 +109,7 @@ class _Copier:
             return self.copies[value]
         if value is self.segment.takes and not self.packing:
             return self._copy(value, TAKEN, "carried")
-        if self.packing and self.segment.takes and value in (self.segment.takes, *self.packing.values[1:]):
+        if self.packing and value in self.segment.arriving:
             name = "state" if value is self.segment.takes else "beside"
             return self._copy(value, free_name(name, self.names), "made")
         if value.origin == "parameter":

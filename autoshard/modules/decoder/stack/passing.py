@@ -1,0 +1,85 @@
+"""What goes from part to part of a stack: a hidden state, and all else that later parts read."""
+
+from collections.abc import Iterable, Sequence
+
+from autoshard.errors import require
+from autoshard.modules.dims import size_of
+from autoshard.modules.program import Traced, TracedStep
+
+STATE_DIMS = 3  # batch, sequence, hidden size
+Steps = Sequence[TracedStep]
+
+
+def earlier(steps: Steps) -> tuple[Traced, ...]:
+    """Return what steps read of earlier parts; what depends on no weight does not count."""
+    inner_values = {step.makes for step in steps}
+    reads = (read.value for step in steps for read in step.reads)
+    return tuple(dict.fromkeys(value for value in reads if value.origin == "made" and value not in inner_values))
+
+
+def earlier_of_all(parts: Sequence[Steps]) -> tuple[Traced, ...]:
+    """Return what parts read of earlier ones."""
+    return tuple(dict.fromkeys(value for part in parts[1:] for value in earlier(part)))
+
+
+def read_behind(parts: Sequence[Steps], number: int) -> list[Traced]:
+    """Return what a part makes for later ones, in the order in which it does."""
+    read = {value for part in parts[number + 1 :] for value in earlier(part)}
+    return [step.makes for step in parts[number] if step.makes in read]
+
+
+def hidden_states(names: Sequence[str], parts: Sequence[Steps]) -> list[Traced]:
+    """Return what each layer, and the head, takes: of what it reads, that which is most like what it hands on.
+
+    ``names`` are those of the layers and of the head. What no later part reads goes first, and then what is made last.
+    """
+    reads_of, states = [earlier(part) for part in parts], list[Traced]()
+    for number, name in enumerate(names, 1):
+        reads, nothing = reads_of[number], "reads nothing that comes before; the list must hold layers only"
+        require((bool(reads), name, f"{nothing}, and the embedding come before"))
+        later = {value for values in reads_of[number + 1 :] for value in values}
+        handed_on = read_behind(parts, number)[-1:]
+        lost = "makes nothing that comes after it reads, so that it is no layer of a stack"
+        require((bool(handed_on) or number == len(names), name, lost))
+
+        def rank(value: Traced, later: set[Traced] = later, like: Sequence[Traced] = handed_on) -> tuple[int, ...]:
+            is_alike = any(value.dims == state.dims for state in like)
+            is_state = len(value.positions) == STATE_DIMS and all(value.positions)
+            return is_alike, is_state, value not in later, value.number
+
+        states.append(max(reads, key=rank))
+    return states
+
+
+def shared_weights(parts: Sequence[Steps]) -> tuple[Traced, ...]:
+    """Return the weights that a layer and another part read, if they are no more than the numbers of a hidden state."""
+    readers: dict[Traced, set[int]] = {}
+    for number, part in enumerate(parts):
+        for step in part:
+            for read in step.reads:
+                if read.value.origin == "parameter":
+                    readers.setdefault(read.value, set()).add(number)
+    ends = {0, len(parts) - 1}
+    shared = (value for value, numbers in readers.items() if len(numbers) > 1 and not numbers <= ends)
+    most = max((size_of(value.dims[1:]) for value in read_behind(parts, 0)), default=0)
+    return tuple(value for value in shared if size_of(value.dims) <= most)
+
+
+def live_values(
+    parts: Sequence[Steps], states: Sequence[Traced], weights: Iterable[Traced]
+) -> Sequence[tuple[Traced, ...]]:
+    """Return what arrives at each layer and at the head, its hidden state first: all that it or a later part reads.
+
+    Weights that several parts read come of the first.
+    """
+    shared, homes = {*weights}, dict[Traced, int]()
+    last: dict[Traced, int] = {}
+    for number, part in enumerate(parts):
+        homes |= {step.makes: min(number, homes.get(step.makes, number)) for step in part}
+        reads = {read.value for step in part for read in step.reads}
+        last |= dict.fromkeys((*earlier(part), *(shared & reads)), number)
+    live: list[tuple[Traced, ...]] = []
+    for number, state in enumerate(states, 1):
+        waiting = (value for value, end in last.items() if homes.get(value, 0) < number <= end and value is not state)
+        live.append((state, *sorted(waiting, key=lambda value: value.number)))
+    return live

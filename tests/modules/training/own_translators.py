@@ -1,0 +1,129 @@
+"""Encoders whose result a decoder reads, written as their authors would: each with example inputs by name."""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from tests.modules.training.own_samples import HEADS, HIDDEN, Made
+
+WORDS, SOURCE, TARGET, BUCKETS, LAYERS = 48, 12, 8, 8, 2
+
+
+class Attention(nn.Module):
+    """Attention of one sequence to another, or to itself; a layer may have the bias by position of all others."""
+
+    def __init__(self, *, biased: bool = False) -> None:
+        super().__init__()
+        self.query, self.key, self.value, self.out = (nn.Linear(HIDDEN, HIDDEN) for _ in range(4))
+        self.bias = nn.Embedding(BUCKETS, HEADS) if biased else None
+
+    def by_position(self, length: int) -> Tensor:
+        assert self.bias
+        places = torch.arange(length, device=self.bias.weight.device)
+        distance = (places[:, None] - places).abs().clamp(max=BUCKETS - 1)
+        return self.bias(distance).permute(2, 0, 1).unsqueeze(0)
+
+    def forward(self, x: Tensor, source: Tensor, mask: Tensor | None, *, is_causal: bool = False) -> Tensor:
+        def heads(of: Tensor) -> Tensor:
+            return of.view(*of.shape[:2], HEADS, HIDDEN // HEADS).transpose(1, 2)
+
+        query, key, value = heads(self.query(x)), heads(self.key(source)), heads(self.value(source))
+        mixed = functional.scaled_dot_product_attention(query, key, value, mask, is_causal=is_causal)
+        return self.out(mixed.transpose(1, 2).reshape(x.shape))
+
+
+class Reader(nn.Module):
+    """A layer of the encoder, which makes the bias of all layers if it is the first."""
+
+    def __init__(self, *, biased: bool = False) -> None:
+        super().__init__()
+        self.attention = Attention(biased=biased)
+        self.norms = nn.ModuleList(nn.LayerNorm(HIDDEN) for _ in range(2))
+        self.up, self.down = nn.Linear(HIDDEN, 2 * HIDDEN), nn.Linear(2 * HIDDEN, HIDDEN)
+
+    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        attended = self.norms[0](x)
+        x = x + self.attention(attended, attended, mask)
+        return x + self.down(functional.relu(self.up(self.norms[1](x))))
+
+
+class Writer(nn.Module):
+    """A layer of the decoder: attention to itself and to the encoder's result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.cross = Attention(), Attention()
+        self.norms = nn.ModuleList(nn.LayerNorm(HIDDEN) for _ in range(3))
+        self.up, self.down = nn.Linear(HIDDEN, 2 * HIDDEN), nn.Linear(2 * HIDDEN, HIDDEN)
+
+    def forward(self, x: Tensor, source: Tensor) -> Tensor:
+        attended = self.norms[0](x)
+        x = x + self.attention(attended, attended, None, is_causal=True)
+        x = x + self.cross(self.norms[1](x), source, None)
+        return x + self.down(functional.gelu(self.up(self.norms[2](x))))
+
+
+class Translator(nn.Module):
+    """An encoder and a decoder that share their words with the head; the first layer makes the bias of the encoder."""
+
+    def __init__(self, layers: int = LAYERS) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, HIDDEN)
+        self.places = nn.Parameter(torch.randn(TARGET, HIDDEN) * 0.02)
+        self.readers = nn.ModuleList(Reader(biased=number == 0) for number in range(layers))
+        self.read = nn.LayerNorm(HIDDEN)
+        self.writers = nn.ModuleList(Writer() for _ in range(layers))
+        self.norm, self.out = nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, WORDS, bias=False)
+        self.out.weight = self.words.weight
+
+    def forward(self, source: Tensor, target: Tensor) -> Tensor:
+        x, bias = self.words(source), None
+        for layer in self.readers:
+            assert isinstance(layer, Reader)
+            bias = layer.attention.by_position(source.shape[1]) if bias is None else bias
+            x = layer(x, bias)
+        read = self.read(x)
+        y = self.words(target[:, :-1]) + self.places
+        for layer in self.writers:
+            y = layer(y, read)
+        return functional.cross_entropy(self.out(self.norm(y)).flatten(0, 1), target[:, 1:].flatten())
+
+
+class OfTorch(nn.Module):
+    """Torch's own layers, without a bias by position and with words for each side."""
+
+    def __init__(self, layers: int = LAYERS) -> None:
+        super().__init__()
+        self.source, self.target = nn.Embedding(WORDS, HIDDEN), nn.Embedding(WORDS, HIDDEN)
+        self.encoder = nn.ModuleList(
+            nn.TransformerEncoderLayer(HIDDEN, HEADS, 64, 0.0, batch_first=True) for _ in range(layers)
+        )
+        self.decoder = nn.ModuleList(
+            nn.TransformerDecoderLayer(HIDDEN, HEADS, 64, 0.0, batch_first=True) for _ in range(layers)
+        )
+        self.out = nn.Linear(HIDDEN, WORDS)
+
+    def forward(self, source: Tensor, target: Tensor) -> Tensor:
+        x, y = self.source(source), self.target(target[:, :-1])
+        for layer in self.encoder:
+            x = layer(x)
+        length = y.shape[1]
+        mask = torch.full((length, length), float("-inf"), device=y.device, dtype=y.dtype).triu(1)
+        for layer in self.decoder:
+            y = layer(y, x, tgt_mask=mask)
+        return functional.cross_entropy(self.out(y).flatten(0, 1), target[:, 1:].flatten())
+
+
+def _texts() -> dict[str, Tensor]:
+    return {"source": torch.randint(0, WORDS, (4, SOURCE)), "target": torch.randint(0, WORDS, (4, TARGET + 1))}
+
+
+def translator() -> Made:
+    return Translator(), _texts()
+
+
+def of_torch() -> Made:
+    return OfTorch(), _texts()
+
+
+TRANSLATORS = {"translator": translator, "layers of torch": of_torch}
