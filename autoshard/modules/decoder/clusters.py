@@ -2,8 +2,7 @@
 
 from autoshard.errors import require
 from autoshard.modules.decoder.functions import as_norm, known_function
-from autoshard.modules.decoder.pieces import Piece, SegmentFlow, WeightPart, is_same, parameters_of, shape
-from autoshard.modules.dims import Dim
+from autoshard.modules.decoder.pieces import Piece, SegmentFlow, WeightPart, is_same, parameters_of, shape, whole_in
 from autoshard.modules.program import Traced, TracedStep, name_of
 
 _BY_NUMBER = ("aligned_product", "grouped_mm_fallback")  # products of rows with the matrices of their groups
@@ -77,12 +76,12 @@ class Clusters:
         operands = tuple(entry for entry in entries if entry.origin == "made")
         inputs = tuple(entry for entry in entries if entry.origin == "input")
         weights = tuple(WeightPart(value=read.value, dims=shape(read.positions)) for read in parameters_of(steps))
-        whole = {dim for step in steps for dim in (*step.whole_leaves(), *step.summed, *_lost(step))}
+        whole = whole_in(steps)
         alone = len(operands) == 1 and not inputs and not weights and {*operands[0].dims} == {*makes.dims} and not whole
         function = known_function(steps, operands[0], self.flow) if alone else None
         piece = Piece(
             kind="unary" if function else "opaque", steps=steps, reads=operands, makes=makes, inputs=inputs,
-            weights=weights, dims=makes.dims, function=function, whole=frozenset(whole),
+            weights=weights, dims=makes.dims, function=function, whole=whole,
         )  # fmt: skip
         return as_norm(piece, self.flow) if len(operands) == 1 and weights and not inputs else piece
 
@@ -98,8 +97,3 @@ def _require_known(step: TracedStep) -> None:
     by_number = name_of(step) in _BY_NUMBER
     known = not matrices or not (by_number or dims <= step.whole_leaves())
     require((known, step.path or "module", message))
-
-
-def _lost(step: TracedStep) -> set[Dim]:
-    """Return the dims that a step sums over."""
-    return {dim for read in step.reads for dim in shape(read.positions)} - {*step.makes.dims}

@@ -7,6 +7,7 @@ import torch
 
 from autoshard.errors import require
 from autoshard.modules.capture import Captured
+from autoshard.modules.decoder.stack.splitting import has_several_lists
 from autoshard.modules.program import Read, Result, Traced, TracedProgram, TracedStep, name_of
 from autoshard.modules.reach import steps_to
 
@@ -51,7 +52,10 @@ def trained_end(captured: Captured, of_tokens: Collection[str]) -> TrainedEnd:
 
 
 def data_arguments(captured: Captured, of_tokens: Collection[str]) -> tuple[str, ...]:
-    """Return the arguments that samples bring, if tokens alone do not do; none if these are all that is read."""
+    """Return the arguments that samples bring, if tokens alone do not do; none if these are all that is read.
+
+    What an encoder and a decoder read are two texts, whatever they are called.
+    """
     exported = captured.exported
     read_nodes = {node.name for node in exported.part([*captured.inputs.values()]).graph.nodes if node.users}
     examples = {
@@ -60,7 +64,7 @@ def data_arguments(captured: Captured, of_tokens: Collection[str]) -> tuple[str,
         if name in read_nodes and isinstance(example, torch.Tensor)
     }
     is_plain = all(name in of_tokens and example.dim() == _TOKEN_DIMS for name, example in examples.items())
-    return () if is_plain else tuple(examples)
+    return () if is_plain and not has_several_lists(captured.program.steps) else tuple(examples)
 
 
 def up_to_logits(captured: Captured, end: TrainedEnd) -> Captured:

@@ -59,11 +59,13 @@ def written_layer(
         head_dims = tuple(dim for dim in chain[0].dims if dims.get(dim, "head_dim") == "head_dim") if chain else ()
         dims |= dict.fromkeys(head_dims if size_of(head_dims) == size_of(heads["head_dim"]) else (), "head_dim")
     experts = next((piece.experts for piece in pieces if piece.experts), None)
-    widths = _widths(pieces, dims)
     names = layer_names(pieces, roles, segment)
     writer = LineWriter(
         segment=segment, names=names, dims=dims, roles=roles, attend=attend, other_sizes=kind.other_sizes
     )
+    for piece in (piece for piece in pieces if piece.attention and piece is not roles.attend):
+        writer.name_dims(dim for value in (*piece.reads, piece.makes) for dim in value.dims)
+    widths = _widths(pieces, dims)
     for number, dim in enumerate(widths, start=2 if experts else 1):
         dims[dim] = kind.width_name(number, dim.size)
         writer.sizes |= {dims[dim]: dim.size} if number > 1 else {}

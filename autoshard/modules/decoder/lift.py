@@ -48,7 +48,7 @@ def lift_decoder(
     stack = with_inputs_beside(stack_of(captured.program, end.logits))
     dims, embed, head = _ends(stack, end)
     _refuse_shared(captured, stack)
-    layers = written_kinds(captured, stack, [_pieces(segment) for segment in stack.layers], dims)
+    layers = written_kinds(captured, stack, [_pieces(segment, stack) for segment in stack.layers], dims)
     leaks = "sees what comes after a token, which logits are trained to tell. Let the module return a loss of its own"
     require((end.is_loss or not layers.sees_all, stack.layers[0].name, leaks))
     positions: Any = getattr(getattr(module, "config", None), "max_position_embeddings", None)
@@ -111,9 +111,9 @@ def _graph(model: ModelSpec, stack: Stack) -> OpGraph:
     return decoder_graph(model, work, load_kernels(_TABLE), micro_batch=batch.size)
 
 
-def _pieces(segment: Segment) -> tuple[Piece, ...]:
-    flow = SegmentFlow(segment)
-    return _branches_in_order(Clusters(flow, recognised(flow)).pieces(), segment)
+def _pieces(segment: Segment, stack: Stack) -> tuple[Piece, ...]:
+    flow, tokens = SegmentFlow(segment), factors(stack.carried[1])
+    return _branches_in_order(Clusters(flow, recognised(flow, tokens)).pieces(), segment)
 
 
 def _branches_in_order(pieces: tuple[Piece, ...], segment: Segment) -> tuple[Piece, ...]:
@@ -135,7 +135,7 @@ def _branches_in_order(pieces: tuple[Piece, ...], segment: Segment) -> tuple[Pie
 
 def _ends(stack: Stack, end: TrainedEnd) -> tuple[Mapping[Dim, str], WrittenPart, WrittenPart]:
     """Return the embedding and the head, with the names of the dims that layers share with them."""
-    embed, head = _pieces(stack.embed), _pieces(stack.head)
+    embed, head = _pieces(stack.embed, stack), _pieces(stack.head, stack)
     carried = zip((factors(position)[0] for position in stack.carried), ("batch", "seq", "hidden"), strict=True)
     dims: dict[Dim, str] = dict(carried)
     attends = next((name for name, pieces in (("embed", embed), ("head", head)) if _has(pieces, "attend")), None)

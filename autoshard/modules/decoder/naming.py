@@ -27,9 +27,9 @@ class Roles:
         """Find attention, and what leads to and from it; without any, no softmax may bring ``tokens`` together."""
         attends = [piece for piece in pieces if piece.kind == "attend"]
         forms = "softmax(q k) v in two products of two tensors each, or scaled_dot_product_attention"
-        message = f"has {len(attends)} places of attention that are recognised ({forms}); a layer of a decoder has one"
-        without = not attends and (_keeps_tokens_apart(pieces, tokens) or not _weighs(pieces))
-        require((len(attends) == 1 or without, name, message))
+        message = f"brings tokens together by a softmax that is no attention as it is recognised ({forms})"
+        without = _keeps_tokens_apart(pieces, tokens) or not _weighs(pieces)
+        require((bool(attends) or without, name, message))
         if not attends:
             return cls(attend=None, chains={}, out=None, of_keys=frozenset())
         by_value = {piece.makes: piece for piece in pieces}
@@ -69,7 +69,8 @@ class Roles:
 
 def _weighs(pieces: Sequence[Piece]) -> bool:
     """Say whether some piece could be attention that is not recognised."""
-    return any("softmax" in function or "attention" in function for piece in pieces for function in piece.functions)
+    unknown = (piece for piece in pieces if not piece.attention)
+    return any("softmax" in function or "attention" in function for piece in unknown for function in piece.functions)
 
 
 def _keeps_tokens_apart(pieces: Sequence[Piece], tokens: Dim) -> bool:

@@ -37,7 +37,10 @@ class NormDetail:
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionDetail:
-    """Which dims are a head of queries and keys, and of values; what attention reads beside them and its masks."""
+    """Which dims are a head of queries and keys, and of values; what attention reads beside them and its masks.
+
+    An opaque piece that has it is attention of which only the work is planned.
+    """
 
     head: Position
     value_head: Position
@@ -137,6 +140,15 @@ class SegmentFlow:
                 steps.add(step)
                 waiting += [read.value for read in step.reads]
         return tuple(step for step in self.segment.steps if step in steps)
+
+
+def whole_in(steps: Iterable[TracedStep]) -> frozenset[Dim]:
+    """Return the dims that some steps need whole, or sum over."""
+    return frozenset(dim for step in steps for dim in (*step.whole_leaves(), *step.summed, *_lost(step)))
+
+
+def _lost(step: TracedStep) -> set[Dim]:
+    return {dim for read in step.reads for dim in shape(read.positions)} - {*step.makes.dims}
 
 
 def is_same(step: TracedStep) -> bool:

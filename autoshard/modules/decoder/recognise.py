@@ -17,6 +17,7 @@ from autoshard.modules.decoder.pieces import (
     is_same,
     parameters_of,
     shape,
+    whole_in,
 )
 from autoshard.modules.dims import Position, factors
 from autoshard.modules.program import Read, Traced, TracedStep, name_of
@@ -27,8 +28,11 @@ _CAUSAL = 5  # the place of is_causal among the arguments of torch's attention
 _EXPERT_AXES = 3  # of a tensor that holds the weights of all experts
 
 
-def recognised(flow: SegmentFlow) -> tuple[Piece, ...]:
-    """Return the pieces that are recognised, in no order; each step is in one of them at most."""
+def recognised(flow: SegmentFlow, tokens: Position) -> tuple[Piece, ...]:
+    """Return the pieces that are recognised, in no order; each step is in one of them at most.
+
+    Attention is the planner's where the sequence is that of the stack's ``tokens``, and a part attends once.
+    """
     pieces: list[Piece] = [*_experts(flow)]
     used_steps = {step for piece in pieces for step in piece.steps}
     for piece in (*_rows(flow), *_norms(flow, used_steps)):
@@ -36,8 +40,10 @@ def recognised(flow: SegmentFlow) -> tuple[Piece, ...]:
         used_steps |= {*piece.steps}
     pieces += (piece for piece in _products(flow) if not used_steps & {*piece.steps})
     ends = {piece.makes for piece in pieces}
-    attention = list(_attention(flow, ends))
-    return (*pieces, *attention)
+    attention = (*_fused_attention(flow), *_written_attention(flow))
+    is_usual = len(attention) == 1 and {*tokens} <= {*flow.root(attention[0].reads[0].value).dims}
+    attended = _attention(flow, attention[0], ends) if is_usual else (_by_work(flow, steps) for steps in attention)
+    return (*pieces, *attended)
 
 
 def _rows(flow: SegmentFlow) -> Iterator[Piece]:
@@ -147,23 +153,34 @@ def _are_joined(flow: SegmentFlow, parts: Sequence[Traced]) -> bool:
     )
 
 
-def _attention(flow: SegmentFlow, ends: set[Traced]) -> Iterator[Piece]:
+def _attention(flow: SegmentFlow, attention: "_AttentionSteps", ends: set[Traced]) -> Iterator[Piece]:
     """Attention, as one function of torch or as two products around a softmax; and the positions of its inputs."""
-    for attention in (*_fused_attention(flow), *_written_attention(flow)):
-        reads = tuple(flow.root(read.value) for read in attention.reads)
-        for root in reads:
-            if turned := _rotary(flow, root, ends):
-                yield turned
-        extras = tuple(value for value in flow.entries(attention.steps) if value not in reads)
-        masks = tuple(value for value in extras if value.origin == "input")
-        yield Piece(
-            kind="attend", steps=attention.steps, reads=reads, inputs=masks, makes=attention.steps[-1].makes,
-            dims=attention.steps[-1].makes.dims,
-            attention=AttentionDetail(
-                head=attention.head, value_head=attention.value_head, is_causal=attention.is_causal,
-                extras=tuple(value for value in extras if value not in masks),
-            ),
-        )  # fmt: skip
+    reads = tuple(flow.root(read.value) for read in attention.reads)
+    for root in reads:
+        if turned := _rotary(flow, root, ends):
+            yield turned
+    extras = tuple(value for value in flow.entries(attention.steps) if value not in reads)
+    masks = tuple(value for value in extras if value.origin == "input")
+    yield Piece(
+        kind="attend", steps=attention.steps, reads=reads, inputs=masks, makes=attention.steps[-1].makes,
+        dims=attention.steps[-1].makes.dims,
+        attention=AttentionDetail(
+            head=attention.head, value_head=attention.value_head, is_causal=attention.is_causal,
+            extras=tuple(value for value in extras if value not in masks),
+        ),
+    )  # fmt: skip
+
+
+def _by_work(flow: SegmentFlow, attention: "_AttentionSteps") -> Piece:
+    """Return attention of which a plan knows the work alone: one of several of a layer, or along another sequence."""
+    entries, result = flow.entries(attention.steps), attention.steps[-1].makes
+    detail = AttentionDetail(head=attention.head, value_head=attention.value_head, extras=())
+    return Piece(
+        kind="opaque", steps=attention.steps, reads=tuple(value for value in entries if value.origin == "made"),
+        inputs=tuple(value for value in entries if value.origin == "input"), makes=result, dims=result.dims,
+        weights=tuple(WeightPart(value=read.value, dims=read.dims) for read in parameters_of(attention.steps)),
+        whole=whole_in(attention.steps), attention=detail,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -1,6 +1,6 @@
 """The pieces of a decoder's segments as lines of the planner's graph."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from autoshard.errors import require
@@ -21,6 +21,7 @@ from autoshard.modules.dims import Dim, shown_hint, size_of
 from autoshard.modules.program import Traced
 
 _POSITIONS, _KEY_POSITIONS = "positions[seq]:int64", "key_positions[kv_seq]:int64"
+_STATE: Dims = ("batch", "seq", "hidden")
 _QUERY: Dims = ("batch", "seq", "kv_heads", "q_group", "head_dim")
 _KEYS_ALONG = (("seq", "kv_seq"),)
 _DELIVERED: Mapping[str, str] = {
@@ -50,10 +51,26 @@ class LineWriter:
     def write(self, pieces: Sequence[Piece]) -> tuple[str, ...]:
         """Return the lines of all pieces, in order."""
         if self.segment.takes:
-            self.laid[self.segment.takes] = "x", ("batch", "seq", "hidden")
+            self.laid[self.segment.takes] = self._turned("arrive", ("x", _STATE), self._named(self.segment.takes.dims))
         for piece in pieces:
             getattr(self, f"_{piece.kind}")(piece, self.names[piece])
+        if self.roles:
+            self._turned("leave", self.laid[pieces[-1].makes], _STATE)
         return tuple(str(op) for op in (*self.ops, *self._delivers()))
+
+    def name_dims(self, dims: Iterable[Dim]) -> None:
+        """Give dims names by what the code calls them, so that no width of an MLP is looked for among them."""
+        for dim in dims:
+            self._name(dim)
+
+    def _turned(self, name: str, value: tuple[str, Dims], dims: Dims) -> tuple[str, Dims]:
+        """Return a value along these dims; it is taken out of what parts hand on, or put there, if its own differ."""
+        other_dims = {*value[1]} ^ {*dims}
+        if not other_dims:
+            return value
+        kind = Opaque(does="packing", dims=dims, whole=tuple(sorted(other_dims)))
+        self.ops.append(WrittenOp(name=name, kind=kind, operands=(value[0],)))
+        return name, dims
 
     def _emit(self, piece: Piece, kind: OpKind, dims: Dims, *operands: str) -> None:
         name = self.names[piece]
@@ -245,7 +262,7 @@ class LineWriter:
     def _branches(self, reader: str) -> Sequence[str]:
         """Return the first operand of an operation that is no residual, if there is such an operation."""
         operands = [operand for op in self.ops if op.name == reader for operand in op.operands]
-        return [operand for operand in operands if operand not in ("x", "attn_add")][:1]
+        return [operand for operand in operands if operand not in ("x", "arrive", "attn_add")][:1]
 
 
 def _in_one_order(dims: Dims, more: Dims) -> bool:

@@ -49,6 +49,11 @@ def split(steps: Sequence[TracedStep]) -> tuple[list[str], Parts]:
     return [*names, "the head"], _with_small_weights(parts)
 
 
+def has_several_lists(steps: Sequence[TracedStep]) -> bool:
+    """Say whether a program has several lists of layers, as an encoder and a decoder have."""
+    return any(_NUMBERED.fullmatch(step.path) for step in steps) and len(_lists(steps)) > 1
+
+
 def _lists(steps: Sequence[TracedStep]) -> Sequence[_ListOfLayers]:
     """Return the list that most steps belong to, and those beside it that attend as well, in their order."""
     members: dict[str, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
