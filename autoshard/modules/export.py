@@ -144,6 +144,13 @@ class ExportedModule:
         return frozenset(spec.target for spec in specs if spec.kind.name == "BUFFER")
 
     @cached_property
+    def buffer_formats(self) -> Mapping[str, torch.dtype]:
+        """The formats in which it reads buffers, by path."""
+        specs = (spec for spec in self.program.graph_signature.input_specs if spec.kind.name == "BUFFER")
+        nodes = {node.name: node for node in self.nodes if node.op == "placeholder"}
+        return {spec.target: nodes[spec.arg.name].meta["val"].dtype for spec in specs}
+
+    @cached_property
     def structure(self) -> tree.TreeSpec:
         """How the parts of a result are put together. Torch makes a new class whenever it is asked."""
         return self.program.call_spec.out_spec

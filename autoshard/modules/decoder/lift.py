@@ -63,7 +63,8 @@ def lift_decoder(
     count, total = _graph(model, stack).num_parameters(), sum(parameter.numel() for parameter in module.parameters())
     notes = [*embed.notes, *(note for part in layers.parts.values() for note in part.notes), *layers.notes, *head.notes]
     notes += _left_out(model, stack, (embed, head), layers)
-    notes += [f"{value.name} goes along beside the hidden state, and is planned as an input" for value in stack.beside]
+    beside = [captured.parameters.get(value.name, value.name) for value in stack.beside]
+    notes += [f"{value} goes along beside the hidden state, and is planned as an input" for value in beside]
     notes += [f"{total - count:,} of {total:,} parameters are not in the plan"] if count < total else []
     more = f"{count - total:,} parameters more than the {total:,} of the code: some are used more than once"
     notes += [f"the plan has {more}, and planned for each use"] if count > total else []

@@ -27,6 +27,8 @@ _NOT_ITS_CARD = "it is not the card of its config"
 _OWN_INPUTS = "it was given inputs of its own, and cards are compared for tokens alone"
 _MIXED = "to be on the same device"  # as torch says of code that makes masks where its weights are not
 _SEQUENCES = 2  # so that a batch is a dim
+_MOST_FROZEN = 2**22  # numbers of a weight that all ranks hold whole
+_FROZEN = "weights_that_are_constants"  # what a submodule calls the names of these
 
 
 def decoder_of(where: str, seq_len: int | None = None, show: Show = lambda _: None) -> ModelSpec:
@@ -58,7 +60,26 @@ def made_decoder(where: str, *, on_meta: bool) -> tuple[torch.nn.Module, Mapping
     If it is made ``on_meta``, it has no numbers, unless its code must look at some.
     """
     devices = [torch.device("meta"), nullcontext()] if on_meta else [nullcontext()]
-    return _module_of(where, _made(where, user_function(where, OPTION), devices))
+    module, inputs = _module_of(where, _made(where, user_function(where, OPTION), devices))
+    return with_constants(module), inputs
+
+
+def with_constants(module: torch.nn.Module) -> torch.nn.Module:
+    """Let small weights that are frozen be buffers of a module, as tables of positions are: no run trains these."""
+    buffers: dict[int, torch.Tensor] = {}  # a weight may have several names
+    for submodule in module.modules():
+        for name, weight in [*submodule.named_parameters(recurse=False)]:
+            if not weight.requires_grad and weight.numel() <= _MOST_FROZEN:
+                delattr(submodule, name)
+                submodule.register_buffer(name, buffers.setdefault(id(weight), weight.detach()))
+                setattr(submodule, _FROZEN, (*getattr(submodule, _FROZEN, ()), name))
+    return module
+
+
+def constants_of(module: torch.nn.Module) -> Sequence[str]:
+    """Return the paths of a module's buffers that were frozen weights, and have their format."""
+    named = ((path, name) for path, part in module.named_modules() for name in getattr(part, _FROZEN, ()))
+    return [f"{path}.{name}".removeprefix(".") for path, name in named]
 
 
 def read_decoder(

@@ -13,22 +13,23 @@ from autoshard.modules.program import Traced, TracedProgram, TracedStep
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Segment:
-    """Steps in order, with all that arrives and goes on, and of this the hidden state that a layer takes and gives.
+    """Steps in order, with the hidden state that they take (the embedding takes none) and what they give.
 
-    The hidden state comes first in both: that of the part itself, and that of the next one, which another part may
-    have made. The embedding takes none, and the head hands nothing on.
+    With it goes on all else that later parts read: ``arriving`` has all that comes from the part before, and
+    ``handed_on`` all that goes to the next one.
     """
 
     name: str
     steps: tuple[TracedStep, ...]
+    takes: Traced | None
     gives: Traced
     arriving: tuple[Traced, ...] = ()
     handed_on: tuple[Traced, ...] = ()
 
     @property
-    def takes(self) -> Traced | None:
-        """The hidden state that it takes."""
-        return next(iter(self.arriving), None)
+    def beside(self) -> tuple[Traced, ...]:
+        """What arrives beside the hidden state."""
+        return tuple(value for value in self.arriving if value is not self.takes)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -48,7 +49,7 @@ class Stack:
     @property
     def beside(self) -> tuple[Traced, ...]:
         """What goes along beside a hidden state, in order."""
-        return tuple(dict.fromkeys(value for part in self.parts for value in part.arriving[1:]))
+        return tuple(dict.fromkeys(value for part in self.parts for value in part.beside))
 
 
 def stack_of(program: TracedProgram, logits: Traced) -> Stack:
@@ -58,14 +59,15 @@ def stack_of(program: TracedProgram, logits: Traced) -> Stack:
     shape = state_shape(states[0], names[0])
     message = f"{_takes(shape, names[0])}, and no function of it may split or merge these"
     require((all(len(position) == 1 for position in shape), names[0], message))
-    live = [(), *live_values(parts, states, shared_weights(parts)), ()]
-    gives = [states[0], *(read_behind(parts, number)[-1] for number in range(1, len(parts) - 1)), logits]
+    gives = [read_behind(parts, number)[-1] for number in range(1, len(parts) - 1)]
+    live = [(), *live_values(parts, states, gives, shared_weights(parts)), ()]
     embed, *layers, head = (
-        Segment(name=name, steps=tuple(steps), gives=value, arriving=arriving, handed_on=handed_on)
-        for name, steps, value, (arriving, handed_on) in zip(
-            ("embed", *names[:-1], "head"), parts, gives, itertools.pairwise(live), strict=True
+        Segment(name=name, steps=tuple(steps), takes=taken, gives=given, arriving=arriving, handed_on=handed_on)
+        for name, steps, taken, given, (arriving, handed_on) in zip(
+            ("embed", *names[:-1], "head"), parts, (None, *states), (states[0], *gives, logits),
+            itertools.pairwise(live), strict=True,
         )
-    )
+    )  # fmt: skip
     return Stack(embed=embed, layers=tuple(layers), head=head, carried=(shape[0], shape[1], shape[2]))
 
 
@@ -73,7 +75,7 @@ def with_inputs_beside(stack: Stack) -> Stack:
     """Return a stack whose layers and head read what goes along as if a batch brought it, as plans have it."""
 
     def part(segment: Segment) -> Segment:
-        copies = {value: replace(value, origin="input") for value in segment.arriving[1:]}
+        copies = {value: replace(value, origin="input") for value in segment.beside}
         return replace(segment, steps=tuple(_reading(step, copies) for step in segment.steps))
 
     return replace(stack, layers=tuple(map(part, stack.layers)), head=part(stack.head)) if stack.beside else stack

@@ -14,7 +14,7 @@ from autoshard.graph.op import Array
 from autoshard.modules.capture import Captured, read
 from autoshard.modules.decoder.arguments import data_examples, planned_data, token_arguments
 from autoshard.modules.decoder.ends import trained_end
-from autoshard.modules.decoder.reading import captured_stack, without_caches
+from autoshard.modules.decoder.reading import captured_stack, constants_of, without_caches
 from autoshard.modules.decoder.segments import stack_of
 from autoshard.modules.export import ExportedModule
 from autoshard.modules.program import in_double
@@ -45,7 +45,9 @@ class TracedCode:
 
     def inputs(self, seed: int) -> CodeInputs:
         """Return what makes the inputs of blocks; random numbers follow from a seed."""
-        return CodeInputs(self.graph, self.arguments, self.buffers, seed)
+        formats = self.graph.captured.exported.buffer_formats
+        buffers = {path: buffer.to(formats.get(path, buffer.dtype)) for path, buffer in self.buffers.items()}
+        return CodeInputs(self.graph, self.arguments, buffers, seed)
 
 
 def as_array(tensor: torch.Tensor) -> Array:
@@ -134,11 +136,12 @@ def _read_beside(captured: Captured, arguments: Mapping[str, str]) -> Iterator[t
 @contextmanager
 def _in_format(module: torch.nn.Module, dtype: torch.dtype) -> Iterator[None]:
     """Give weights the format in which a plan computes, as long as a module is traced; buffers keep their own."""
-    numbers = {path: parameter.data for path, parameter in module.named_parameters() if parameter.is_floating_point()}
+    tensors = [*module.parameters(), *(module.get_buffer(path) for path in constants_of(module))]
+    numbers = [(tensor, tensor.data) for tensor in tensors if tensor.is_floating_point()]
     try:
-        for path, tensor in numbers.items():
-            module.get_parameter(path).data = tensor.to(dtype)
+        for tensor, data in numbers:
+            tensor.data = data.to(dtype)
         yield
     finally:
-        for path, tensor in numbers.items():
-            module.get_parameter(path).data = tensor
+        for tensor, data in numbers:
+            tensor.data = data

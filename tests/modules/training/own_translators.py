@@ -1,9 +1,13 @@
 """Encoders whose result a decoder reads, written as their authors would: each with example inputs by name."""
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from autoshard.modules.decoder.reading import with_constants
 from tests.modules.training.own_samples import HEADS, HIDDEN, Made
 
 WORDS, SOURCE, TARGET, BUCKETS, LAYERS = 48, 12, 8, 8, 2
@@ -127,3 +131,77 @@ def of_torch() -> Made:
 
 
 TRANSLATORS = {"translator": translator, "layers of torch": of_torch}
+
+
+def _of_transformers(kind: str, sizes: Mapping[str, Any], inputs: Mapping[str, Tensor]) -> Made:
+    import transformers
+
+    config: Any = getattr(transformers, f"{kind}Config")
+    module: Any = getattr(transformers, f"{kind}ForConditionalGeneration", None) or getattr(
+        transformers, f"{kind}MTModel"
+    )
+    return with_constants(module(config(**sizes, use_cache=False))), inputs
+
+
+def _of_text() -> dict[str, Tensor]:
+    return {"input_ids": torch.randint(3, WORDS, (4, SOURCE)), "labels": torch.randint(3, WORDS, (4, TARGET))}
+
+
+def _like_bart() -> dict[str, Any]:
+    sizes = {"d_model": HIDDEN, "encoder_layers": LAYERS, "decoder_layers": LAYERS}
+    sizes |= {f"{part}_{what}": size for part in ("encoder", "decoder") for what, size in _OF_BOTH.items()}
+    return {**sizes, "vocab_size": WORDS, "max_position_embeddings": 32, "pad_token_id": 1, **_DROPPING}
+
+
+_OF_BOTH = {"attention_heads": HEADS, "ffn_dim": 64}
+_DROPPING = {"dropout": 0.0, "attention_dropout": 0.0, "activation_dropout": 0.0}
+
+
+def t5() -> Made:
+    sizes = {
+        "d_model": HIDDEN, "d_kv": HIDDEN // HEADS, "d_ff": 64, "num_layers": LAYERS, "num_heads": HEADS,
+        "vocab_size": WORDS,
+        "dropout_rate": 0.0, "decoder_start_token_id": 0,
+    }  # fmt: skip
+    return _of_transformers("T5", sizes, _of_text())
+
+
+def bart() -> Made:
+    return _of_transformers("Bart", _like_bart(), _of_text())
+
+
+def mbart() -> Made:
+    return _of_transformers("MBart", _like_bart(), _of_text())
+
+
+def marian() -> Made:
+    return _of_transformers("Marian", {**_like_bart(), "decoder_start_token_id": 1}, _of_text())
+
+
+def pegasus() -> Made:
+    return _of_transformers("Pegasus", {**_like_bart(), "decoder_start_token_id": 1}, _of_text())
+
+
+def whisper() -> Made:
+    sizes = {**_like_bart(), "num_mel_bins": 8, "max_source_positions": SOURCE, "max_target_positions": 32}
+    sizes |= {"decoder_start_token_id": 1, "bos_token_id": 1, "eos_token_id": 2}
+    inputs = {"input_features": torch.randn(4, 8, 2 * SOURCE), "labels": _of_text()["labels"]}
+    return _of_transformers("Whisper", sizes, inputs)
+
+
+def timesformer() -> Made:
+    import transformers
+
+    config: Any = transformers.TimesformerConfig(
+        image_size=16, patch_size=8, num_frames=2, hidden_size=HIDDEN, num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS, intermediate_size=64,
+    )  # fmt: skip
+    config.num_labels = 6
+    module: Any = transformers.TimesformerForVideoClassification(config)
+    return module, {"pixel_values": torch.randn(4, 2, 3, 16, 16), "labels": torch.arange(4)}
+
+
+OF_TRANSFORMERS = {
+    "T5": t5, "BART": bart, "MBart": mbart, "Marian": marian, "Pegasus": pegasus, "Whisper": whisper,
+    "Timesformer": timesformer,
+}  # fmt: skip

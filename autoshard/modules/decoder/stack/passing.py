@@ -1,6 +1,6 @@
 """What goes from part to part of a stack: a hidden state, and all else that later parts read."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 
 from autoshard.errors import require
 from autoshard.modules.dims import size_of
@@ -66,20 +66,32 @@ def shared_weights(parts: Sequence[Steps]) -> tuple[Traced, ...]:
 
 
 def live_values(
-    parts: Sequence[Steps], states: Sequence[Traced], weights: Iterable[Traced]
+    parts: Sequence[Steps], states: Sequence[Traced], gives: Sequence[Traced], weights: Sequence[Traced]
 ) -> Sequence[tuple[Traced, ...]]:
-    """Return what arrives at each layer and at the head, its hidden state first: all that it or a later part reads.
+    """Return what arrives at each layer and at the head: all that it or a later part reads.
 
-    Weights that several parts read come of the first.
+    What a layer gives has the place of what it takes, so that equal layers find all in equal places; for this, what
+    the last layer reads goes on to the head. ``states`` are what layers and head take, ``gives`` what layers give.
+    ``weights`` that several parts read come of the first.
     """
-    shared, homes = {*weights}, dict[Traced, int]()
-    last: dict[Traced, int] = {}
-    for number, part in enumerate(parts):
-        homes |= {step.makes: min(number, homes.get(step.makes, number)) for step in part}
-        reads = {read.value for step in part for read in step.reads}
-        last |= dict.fromkeys((*earlier(part), *(shared & reads)), number)
-    live: list[tuple[Traced, ...]] = []
-    for number, state in enumerate(states, 1):
-        waiting = (value for value, end in last.items() if homes.get(value, 0) < number <= end and value is not state)
-        live.append((state, *sorted(waiting, key=lambda value: value.number)))
-    return live
+    last = {value: number for number, part in enumerate(parts) for value in _read_of_others(part, weights)}
+    last |= {
+        value: len(parts) - 1 for value, number in last.items() if number == len(parts) - 2 and value not in states
+    }
+    live = [_with_new(states[:1], parts[0], [*weights], last)]
+    for number, (taken, given) in enumerate(zip(states, gives, strict=False), 1):
+        stays = [given if value is taken and last[value] == number else value for value in live[-1]]
+        live.append(_with_new([value for value in stays if last[value] > number], parts[number], [], last))
+    return [tuple(values) for values in live]
+
+
+def _read_of_others(part: Steps, weights: Sequence[Traced]) -> tuple[Traced, ...]:
+    reads = {read.value for step in part for read in step.reads}
+    return (*earlier(part), *(value for value in weights if value in reads))
+
+
+def _with_new(
+    values: Sequence[Traced], part: Steps, weights: Sequence[Traced], last: Mapping[Traced, int]
+) -> list[Traced]:
+    """Return values with those behind them that a part adds: what it makes, or weights."""
+    return list(dict.fromkeys((*values, *weights, *(step.makes for step in part if step.makes in last))))
