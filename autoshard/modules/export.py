@@ -138,17 +138,11 @@ class ExportedModule:
         )
 
     @cached_property
-    def buffers(self) -> frozenset[str]:
-        """The paths of the buffers that it reads."""
-        specs = self.program.graph_signature.input_specs
-        return frozenset(spec.target for spec in specs if spec.kind.name == "BUFFER")
-
-    @cached_property
-    def buffer_formats(self) -> Mapping[str, torch.dtype]:
-        """The formats in which it reads buffers, by path."""
-        specs = (spec for spec in self.program.graph_signature.input_specs if spec.kind.name == "BUFFER")
-        nodes = {node.name: node for node in self.nodes if node.op == "placeholder"}
-        return {spec.target: nodes[spec.arg.name].meta["val"].dtype for spec in specs}
+    def buffers(self) -> Mapping[str, torch.dtype]:
+        """The buffers that it reads, by path, with the formats in which it does."""
+        specs = [spec for spec in self.program.graph_signature.input_specs if spec.kind.name == "BUFFER"]
+        formats = {node.name: node.meta["val"].dtype for node in self.nodes if node.op == "placeholder"}
+        return {spec.target: formats[spec.arg.name] for spec in specs}
 
     @cached_property
     def structure(self) -> tree.TreeSpec:

@@ -122,7 +122,8 @@ def _kinds(layers: Sequence[Block]) -> tuple[Mapping[str, Block], tuple[str, ...
 
 def _names(captured: Captured, stack: Stack, end: TrainedEnd) -> Mapping[Dim, str]:
     """Name all dims: those that parts hand on, and the words of the head, as cards do; no other as cards do."""
-    names = dict(named_dims(captured.program))
+    steps = dict.fromkeys(step for part in stack.parts for step in part.steps)  # layers make some for themselves
+    names = dict(named_dims(replace(captured.program, steps=tuple(steps))))
     carried = factors(dim for position in stack.carried for dim in position)
     usual: dict[Dim, str] = dict(zip(carried, _CARRIED, strict=True))
     if not end.data:

@@ -45,7 +45,7 @@ class TracedCode:
 
     def inputs(self, seed: int) -> CodeInputs:
         """Return what makes the inputs of blocks; random numbers follow from a seed."""
-        formats = self.graph.captured.exported.buffer_formats
+        formats = self.graph.captured.exported.buffers
         buffers = {path: buffer.to(formats.get(path, buffer.dtype)) for path, buffer in self.buffers.items()}
         return CodeInputs(self.graph, self.arguments, buffers, seed)
 

@@ -1,13 +1,10 @@
 """Stacks whose samples are no tokens, trained by plans: losses, norms and weights are those of the plain module."""
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
 from autoshard.engine.torch.formats import Formats
 from autoshard.errors import InputError
@@ -17,13 +14,10 @@ from autoshard.modules.decoder.reading import read_decoder
 from autoshard.modules.decoder.segments import stack_of
 from autoshard.modules.training.packing import Packing
 from autoshard.modules.training.reading import traced_code
-from autoshard.plan.code import data_key
-from autoshard.runtime.data.batches import StepShape, batches
-from autoshard.runtime.data.functions import DrawnData
 from autoshard.spec.workload import Precision
 from tests.kit import local_plan
-from tests.modules.training.code_cases import CLIP, RATE, Compared, adamw, engine_of, weight_errors
-from tests.modules.training.own_samples import SAMPLES, Made
+from tests.modules.training.code_cases import Compared
+from tests.modules.training.own_samples import SAMPLES
 from tests.ranks.spawn import on_ranks
 from tests.ranks.torchrun import on_torchrun
 from tests.slower import covering
@@ -41,7 +35,7 @@ COMBINED = covering(list(SAMPLES), LAYOUTS)
 @pytest.mark.parametrize(("name", "layout"), COMBINED, ids=lambda value: value if isinstance(value, str) else value[0])
 def test_steps_are_those_of_the_plain_module(name: str, layout: tuple[str, int]):
     text, num_ranks = layout
-    for compared in on_ranks(num_ranks, _compared, SAMPLES[name], text, timeout_s=300.0):
+    for compared in on_ranks(num_ranks, compared_samples, SAMPLES[name], text, timeout_s=300.0):
         assert isinstance(compared, Compared)
         assert compared.worst_step < 1e-12, compared
         assert compared.error < 1e-11, f"{compared.weight} is {compared.error:.1e} off"
@@ -50,41 +44,8 @@ def test_steps_are_those_of_the_plain_module(name: str, layout: tuple[str, int])
 @pytest.mark.slow
 @pytest.mark.ranks
 def test_ranks_of_torchrun_with_hash_seeds_of_their_own_take_the_same_steps(tmp_path: Path):
-    for compared in on_torchrun(tmp_path, 2, _compared, SAMPLES["diffusion"], "tp=1,pp=2,dp=1,mbs=2"):
+    for compared in on_torchrun(tmp_path, 2, compared_samples, SAMPLES["diffusion"], "tp=1,pp=2,dp=1,mbs=2"):
         assert compared.worst_step < 1e-12 and compared.error < 1e-11, compared
-
-
-def _compared(make: Callable[[], Made], text: str) -> Compared:
-    torch.manual_seed(1)
-    (module, inputs), formats = make(), Formats(exact=True)
-    model = read_decoder(module, None, inputs)
-    plan = local_plan(
-        text, model, precision=Precision.named("fp32"), seq_len=model.max_positions, global_batch=8, clip_norm=CLIP
-    )
-    code = traced_code(module.double(), plan, formats, inputs)
-    engine, optimizer = engine_of(plan, code, formats, "literal"), adamw(module)
-    source = DrawnData(arguments=code.data, seq_len=model.max_positions, seed=0)
-    steps = list[tuple[float, float, float, float]]()
-    for number in range(3):
-        parts = batches(source, 8 * number, StepShape.of(plan))
-        report = engine.step(parts, RATE)
-        steps.append((report.loss, *_plain_step(module, optimizer, parts, report.norm)))
-    error, weight = max(weight_errors(engine, code))
-    return Compared(steps=tuple(steps), error=error, weight=weight)
-
-
-def _plain_step(module: nn.Module, optimizer: Any, parts: Any, norm: float) -> tuple[float, float, float]:
-    """Take a step of the plain module on the whole batch at once."""
-    names = [key.removeprefix("data.") for key in parts[0] if key.startswith("data.")]
-    wholes = {name: torch.from_numpy(np.concatenate([part[data_key(name)] for part in parts])) for name in names}
-    wholes = {name: whole.double() if whole.is_floating_point() else whole for name, whole in wholes.items()}
-    result: Any = module(**wholes)
-    loss = result if isinstance(result, torch.Tensor) else result.loss
-    optimizer.zero_grad()
-    loss.backward()
-    plain_norm = nn.utils.clip_grad_norm_(module.parameters(), CLIP)
-    optimizer.step()
-    return loss.item(), norm, plain_norm.item()
 
 
 def test_an_example_of_a_single_sample_is_enough():

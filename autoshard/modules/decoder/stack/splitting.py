@@ -164,7 +164,7 @@ def _with_small_weights(parts: Parts) -> Parts:
     """
     steps = list(dict.fromkeys(step for part in parts for step in part))
     batch = {*factors(read_behind(parts, 1)[-1].positions[0])} if read_behind(parts, 1) else set[Dim]()
-    small: dict[Traced, Sequence[TracedStep]] = {}  # how each of these values is made
+    small: dict[TracedStep, TracedStep] = {}  # how such values are made, in no layer
     for value in earlier_of_all(parts):
         makers, numbers = steps_to(steps, [value]), [dim for dim in value.dims if dim not in batch]
         weights = {read.value for step in makers for read in step.reads if read.value.origin == "parameter"}
@@ -175,18 +175,17 @@ def _with_small_weights(parts: Parts) -> Parts:
             and not multiplies
             and sum(size_of(weight.dims) for weight in weights) <= size_of(tuple(numbers))
         ):
-            small[value] = makers
-    nowhere = {step: replace(step, path="") for makers in small.values() for step in makers}  # of all layers alike
-    made = [[nowhere.get(step, step) for step in _with_makers(part, small)] for part in parts]
+            small |= {step: replace(step, path="") for step in makers}
+    again = [small[step] for step in steps if step in small]
+    made = [_making([step for step in part if step not in small], again) for part in parts]
     needed = [read_behind(made, number) for number in range(len(parts) - 1)]
     return [*([*steps_to(part, values)] for part, values in zip(made, needed, strict=False)), made[-1]]
 
 
-def _with_makers(part: Sequence[TracedStep], makers: Mapping[Traced, Sequence[TracedStep]]) -> list[TracedStep]:
-    """Return the steps of a part, which makes some values right before it reads them."""
-    steps: dict[TracedStep, None] = {}
+def _making(part: Sequence[TracedStep], again: Sequence[TracedStep]) -> list[TracedStep]:
+    """Return the steps of a part, with those of some others that it needs, right before it does."""
+    steps, values = dict[TracedStep, None](), {step.makes for step in again}
     for step in part:
-        for read in step.reads:
-            steps |= dict.fromkeys(makers.get(read.value, ()))
+        steps |= dict.fromkeys(steps_to(again, [read.value for read in step.reads if read.value in values]))
         steps[step] = None
     return [*steps]
