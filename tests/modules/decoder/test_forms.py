@@ -309,7 +309,7 @@ REFUSED: Mapping[str, tuple[Callable[[], nn.Module], str]] = {
         "blocks.1: has 8 heads of keys and values, and blocks.0 has 2. All layers",
     ),
     "a weight of two layers": (sharing, "blocks.1: uses blocks.0.widen.weight, as blocks.0 does"),
-    "keys that are values": (of(OneTensor), "blocks.0: has 0 places of attention that are recognised"),
+    "keys that are values": (of(OneTensor), "blocks.0: brings tokens together by a softmax that is no attention"),
     "layers again": (Again, "blocks: does not run its layers in order, each once"),
     "the last token": (lambda: Changed(lambda x: x[:, -1]), "module: returns neither logits of each token, [batch"),
     "some words": (lambda: Changed(lambda x: x[..., :90]), "module: returns [batch seq 90], not the logits"),

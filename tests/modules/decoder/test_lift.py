@@ -280,6 +280,22 @@ def test_what_only_looks_like_a_norm_or_a_rotation_is_work_that_is_said(layer: t
     assert any(line.startswith(f"{own_line} = Opaque") for line in model.traced.layer)
 
 
+class Twice(Own):
+    """Every layer hands two tensors on."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        first = second = self.words(tokens)
+        blocks: Any = self.blocks
+        for block in blocks:
+            first, second = block(first + second), block.first(second)
+        return self.out(self.norm(first + second))
+
+
+def test_a_second_tensor_goes_on_beside_the_hidden_state():
+    model = lifted(on_meta(Twice))
+    assert model.traced and any("goes along beside the hidden state" in note for note in model.traced.unlifted)
+
+
 # -- what is refused, and why -----------------------------------------------------------------------
 
 
@@ -294,17 +310,6 @@ class Open(OwnLayer):
         return self.mix(mixed.transpose(1, 2).reshape(x.shape))
 
 
-class Twice(Own):
-    """Every layer hands two tensors on."""
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        first = second = self.words(tokens)
-        blocks: Any = self.blocks
-        for block in blocks:
-            first, second = block(first + second), block.first(second)
-        return self.out(self.norm(first + second))
-
-
 def with_layers(*kinds: type[OwnLayer]) -> nn.Module:
     module = Own()
     module.blocks = nn.ModuleList(kind() for kind in kinds)
@@ -312,7 +317,6 @@ def with_layers(*kinds: type[OwnLayer]) -> nn.Module:
 
 
 REFUSED: Mapping[str, tuple[Any, str]] = {
-    "two tensors that go on": (Twice, "blocks.0: reads 2 tensors of earlier parts (add"),
     "attention that is not causal": (lambda: with_layers(Open, Open), "blocks.0: sees what comes after a token, which"),
     "experts that no topk chooses": (
         of_transformers("Phimoe", num_local_experts=4, num_experts_per_tok=2),

@@ -122,12 +122,12 @@ def _texts() -> dict[str, Tensor]:
     return {"source": torch.randint(0, WORDS, (4, SOURCE)), "target": torch.randint(0, WORDS, (4, TARGET + 1))}
 
 
-def translator() -> Made:
-    return Translator(), _texts()
+def translator(layers: int = LAYERS) -> Made:
+    return Translator(layers), _texts()
 
 
-def of_torch() -> Made:
-    return OfTorch(), _texts()
+def of_torch(layers: int = LAYERS) -> Made:
+    return OfTorch(layers), _texts()
 
 
 TRANSLATORS = {"translator": translator, "layers of torch": of_torch}
@@ -147,8 +147,8 @@ def _of_text() -> dict[str, Tensor]:
     return {"input_ids": torch.randint(3, WORDS, (4, SOURCE)), "labels": torch.randint(3, WORDS, (4, TARGET))}
 
 
-def _like_bart() -> dict[str, Any]:
-    sizes = {"d_model": HIDDEN, "encoder_layers": LAYERS, "decoder_layers": LAYERS}
+def _like_bart(layers: int) -> dict[str, Any]:
+    sizes = {"d_model": HIDDEN, "encoder_layers": layers, "decoder_layers": layers}
     sizes |= {f"{part}_{what}": size for part in ("encoder", "decoder") for what, size in _OF_BOTH.items()}
     return {**sizes, "vocab_size": WORDS, "max_position_embeddings": 32, "pad_token_id": 1, **_DROPPING}
 
@@ -157,43 +157,43 @@ _OF_BOTH = {"attention_heads": HEADS, "ffn_dim": 64}
 _DROPPING = {"dropout": 0.0, "attention_dropout": 0.0, "activation_dropout": 0.0}
 
 
-def t5() -> Made:
+def t5(layers: int = LAYERS) -> Made:
     sizes = {
-        "d_model": HIDDEN, "d_kv": HIDDEN // HEADS, "d_ff": 64, "num_layers": LAYERS, "num_heads": HEADS,
+        "d_model": HIDDEN, "d_kv": HIDDEN // HEADS, "d_ff": 64, "num_layers": layers, "num_heads": HEADS,
         "vocab_size": WORDS,
         "dropout_rate": 0.0, "decoder_start_token_id": 0,
     }  # fmt: skip
     return _of_transformers("T5", sizes, _of_text())
 
 
-def bart() -> Made:
-    return _of_transformers("Bart", _like_bart(), _of_text())
+def bart(layers: int = LAYERS) -> Made:
+    return _of_transformers("Bart", _like_bart(layers), _of_text())
 
 
-def mbart() -> Made:
-    return _of_transformers("MBart", _like_bart(), _of_text())
+def mbart(layers: int = LAYERS) -> Made:
+    return _of_transformers("MBart", _like_bart(layers), _of_text())
 
 
-def marian() -> Made:
-    return _of_transformers("Marian", {**_like_bart(), "decoder_start_token_id": 1}, _of_text())
+def marian(layers: int = LAYERS) -> Made:
+    return _of_transformers("Marian", {**_like_bart(layers), "decoder_start_token_id": 1}, _of_text())
 
 
-def pegasus() -> Made:
-    return _of_transformers("Pegasus", {**_like_bart(), "decoder_start_token_id": 1}, _of_text())
+def pegasus(layers: int = LAYERS) -> Made:
+    return _of_transformers("Pegasus", {**_like_bart(layers), "decoder_start_token_id": 1}, _of_text())
 
 
-def whisper() -> Made:
-    sizes = {**_like_bart(), "num_mel_bins": 8, "max_source_positions": SOURCE, "max_target_positions": 32}
+def whisper(layers: int = LAYERS) -> Made:
+    sizes = {**_like_bart(layers), "num_mel_bins": 8, "max_source_positions": SOURCE, "max_target_positions": 32}
     sizes |= {"decoder_start_token_id": 1, "bos_token_id": 1, "eos_token_id": 2}
     inputs = {"input_features": torch.randn(4, 8, 2 * SOURCE), "labels": _of_text()["labels"]}
     return _of_transformers("Whisper", sizes, inputs)
 
 
-def timesformer() -> Made:
+def timesformer(layers: int = LAYERS) -> Made:
     import transformers
 
     config: Any = transformers.TimesformerConfig(
-        image_size=16, patch_size=8, num_frames=2, hidden_size=HIDDEN, num_hidden_layers=LAYERS,
+        image_size=16, patch_size=8, num_frames=2, hidden_size=HIDDEN, num_hidden_layers=layers,
         num_attention_heads=HEADS, intermediate_size=64,
     )  # fmt: skip
     config.num_labels = 6

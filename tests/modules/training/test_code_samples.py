@@ -18,6 +18,7 @@ from autoshard.spec.workload import Precision
 from tests.kit import local_plan
 from tests.modules.training.code_cases import Compared
 from tests.modules.training.own_samples import SAMPLES
+from tests.modules.training.sample_cases import compared_samples
 from tests.ranks.spawn import on_ranks
 from tests.ranks.torchrun import on_torchrun
 from tests.slower import covering
@@ -72,4 +73,4 @@ def test_formats_of_one_size_are_not_packed_together():
     for layer in stack.layers:
         layer.gives.format = torch.float16
     with pytest.raises(InputError, match="which would round it"):
-        Packing.of(stack, casts=True)
+        Packing.of(stack, 4, casts=True)

@@ -52,17 +52,21 @@ def hidden_states(names: Sequence[str], parts: Sequence[Steps]) -> list[Traced]:
 
 
 def shared_weights(parts: Sequence[Steps]) -> tuple[Traced, ...]:
-    """Return the weights that a layer and another part read, if they are no more than the numbers of a hidden state."""
+    """Return the weights that a layer and another part read, if they may go along as values of the first part.
+
+    These are no larger than a hidden state, and no matrices of products, of which each layer has its own.
+    """
     readers: dict[Traced, set[int]] = {}
     for number, part in enumerate(parts):
         for step in part:
             for read in step.reads:
                 if read.value.origin == "parameter":
                     readers.setdefault(read.value, set()).add(number)
-    ends = {0, len(parts) - 1}
+    ends, steps = {0, len(parts) - 1}, (step for part in parts for step in part)
+    multiplied = {read.value for step in steps if step.sort == "product" for read in step.reads}
     shared = (value for value, numbers in readers.items() if len(numbers) > 1 and not numbers <= ends)
     most = max((size_of(value.dims[1:]) for value in read_behind(parts, 0)), default=0)
-    return tuple(value for value in shared if size_of(value.dims) <= most)
+    return tuple(value for value in shared if value not in multiplied and size_of(value.dims) <= most)
 
 
 def live_values(

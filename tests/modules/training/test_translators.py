@@ -1,0 +1,133 @@
+"""Encoders with decoders, and layers that attend twice: what goes from part to part, and steps of the plain module."""
+
+from collections.abc import Mapping, Sequence
+
+import pytest
+import torch
+from torch import nn
+
+from autoshard.engine.torch.formats import Formats
+from autoshard.errors import InputError
+from autoshard.modules.capture import Captured, capture
+from autoshard.modules.decoder.arguments import token_arguments
+from autoshard.modules.decoder.ends import trained_end
+from autoshard.modules.decoder.reading import captured_stack, constants_of, read_decoder, with_constants
+from autoshard.modules.decoder.segments import Stack, stack_of
+from autoshard.modules.training.reading import TracedCode, traced_code
+from autoshard.spec.workload import Precision
+from tests.kit import local_plan
+from tests.modules.training import own_translators as own
+from tests.modules.training.code_cases import Compared
+from tests.modules.training.own_samples import Made
+from tests.modules.training.own_translators import OF_TRANSFORMERS, SOURCE, TRANSLATORS, Translator
+from tests.modules.training.sample_cases import compared_samples
+from tests.modules.training.test_code_samples import LAYOUTS
+from tests.ranks.spawn import on_ranks
+from tests.slower import covering, rest_is_slow
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+MADE = {**TRANSLATORS, **OF_TRANSFORMERS}
+CUTS = [  # a cut in the encoder, one in the decoder, and one at each layer
+    ("tp=1,pp=2,dp=1,mbs=2,stages=1/3", 2), ("tp=1,pp=2,dp=1,mbs=2,stages=3/1", 2), ("tp=1,pp=4,dp=1,mbs=2", 4),
+    ("tp=1,pp=1,cp=2,dp=1,mbs=2,cp_order=contiguous", 2), ("tp=1,pp=2,vp=2,dp=1,mbs=2,schedule=zb_v", 2),
+    ("tp=1,pp=2,dp=1,mbs=1,recompute=full", 2),
+]  # fmt: skip
+
+
+def captured_of(module: nn.Module, inputs: Mapping[str, torch.Tensor]) -> tuple[Captured, Stack]:
+    of_tokens = token_arguments(module, inputs)
+    captured = captured_stack(module, lambda: capture(module, inputs), of_tokens)
+    return captured, stack_of(captured.program, trained_end(captured, of_tokens).value)
+
+
+def traced(made: Made, *, precision: str = "fp32") -> TracedCode:
+    module, inputs = made
+    model = read_decoder(module, None, inputs)
+    plan = local_plan(
+        "tp=1,pp=1,dp=1,mbs=2", model, precision=Precision.named(precision), seq_len=SOURCE, global_batch=8
+    )
+    return traced_code(module, plan, Formats(), inputs)
+
+
+def names(values: Sequence[object]) -> list[str]:
+    return [str(getattr(value, "name", value)) for value in values]
+
+
+def test_what_later_parts_read_goes_along_in_one_place_for_equal_layers():
+    captured, stack = captured_of(*own.translator())
+    assert [layer.name for layer in stack.layers] == ["readers.0", "readers.1", "writers.0", "writers.1"]
+    bias = "p_readers_0_attention_bias_weight"  # few numbers, of which each layer makes the bias of all positions
+    first, last = stack.layers[0], stack.layers[-1]
+    state, decoded = stack.embed.gives.name, stack.layers[2].takes
+    assert decoded and names(first.arriving) == [state, bias, decoded.name]
+    read = stack.layers[1].gives.name
+    assert names(stack.layers[2].arriving) == [read, decoded.name] and stack.layers[2].takes is decoded
+    assert names(last.arriving)[0] == read and last.arriving[1] is last.takes
+    assert captured.parameters[bias] == "readers.0.attention.bias.weight"
+
+
+@pytest.mark.parametrize("name", rest_is_slow(["translator", "T5", "BART"], 1, 2))
+def test_layers_of_a_list_are_of_one_kind_whatever_they_hand_on(name: str):
+    code = traced(MADE[name](3))
+    encoder, decoder = code.graph.graph.order[:2], code.graph.graph.order[3:]
+    assert {*encoder} == {"layer"} and len({*decoder}) == 1 and not {*encoder} & {*decoder}
+
+
+def test_a_layer_that_attends_twice_is_planned_by_all_of_its_work():
+    model = read_decoder(*_named(own.translator()))
+    assert model.traced and model.order == "layer/layer_2/layer_3*2"
+    writer = next(kind for kind in model.kinds if kind.name == "layer_3")
+    products = [line for line in writer.lines if "scaled_dot_product_attention" in line and "= Opaque" in line]
+    assert len(products) == 2 and all('"products"' in line for line in products)
+    assert writer.lines[0].startswith("arrive = Opaque") and any(line.startswith("leave =") for line in writer.lines)
+    said = " ".join(model.traced.unlifted)
+    assert "readers.0.attention.bias.weight goes along beside the hidden state" in said
+    assert "FLOPs" not in said  # those of the plan are those of the code
+
+
+def _named(made: Made) -> tuple[nn.Module, None, Mapping[str, torch.Tensor]]:
+    return made[0], None, made[1]
+
+
+def test_small_weights_that_are_frozen_stay_with_the_module_in_the_format_of_a_plan():
+    module = nn.Sequential(nn.Embedding(4, 3), nn.Linear(3, 3), nn.Embedding(2**12, 2**11))
+    module[0].requires_grad_(False)
+    module[2].requires_grad_(False)
+    assert constants_of(with_constants(module)) == ["0.weight"]
+    assert [name for name, _ in module.named_parameters()] == ["1.weight", "1.bias", "2.weight"]
+    assert [*module.state_dict()] == ["0.weight", "1.weight", "1.bias", "2.weight"]
+
+
+@pytest.mark.slow
+def test_a_frozen_table_has_the_format_of_a_plan():
+    code = traced(own.whisper(), precision="bf16")
+    table = "model.encoder.embed_positions.weight"
+    assert code.graph.captured.exported.buffers[table] == torch.bfloat16
+    assert code.buffers[table].dtype == torch.float32
+
+
+class Sharing(Translator):
+    """A product that two layers share is no small weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        first, second = self.readers
+        assert isinstance(first, own.Reader) and isinstance(second, own.Reader)
+        second.up = first.up
+
+
+def test_large_weights_that_layers_share_are_refused():
+    with pytest.raises(InputError, match=r"readers\.1: uses readers\.0\.up\.weight, as readers\.0 does"):
+        read_decoder(*_named((Sharing(), own.translator()[1])))
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"), [*covering(MADE, LAYOUTS), *covering(TRANSLATORS, CUTS)],
+    ids=lambda value: value if isinstance(value, str) else value[0],
+)  # fmt: skip
+def test_steps_are_those_of_the_plain_module(name: str, layout: tuple[str, int]):
+    text, num_ranks = layout
+    for compared in on_ranks(num_ranks, compared_samples, MADE[name], text, timeout_s=300.0):
+        assert isinstance(compared, Compared)
+        assert compared.worst_step < 1e-12, compared
+        assert compared.error < 1e-11, f"{compared.weight} is {compared.error:.1e} off"
