@@ -8,12 +8,14 @@ import torch
 
 from tests.conftest import Typed
 from tests.modules.training.own_samples import Diffusion, Vision
+from tests.modules.training.own_translators import Translator, whisper
 from tests.modules.training.test_code_commands import losses
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 SOURCE = """
 import torch
 from tests.modules.training.own_samples import diffusion, pooled, vision
+from tests.modules.training.own_translators import translator, whisper
 
 class Stripes:
     def __len__(self):
@@ -34,6 +36,16 @@ def narrow():
 
 def unnamed():
     return [{"images": torch.zeros(3, 16, 16)}]
+
+class Copies:
+    def __len__(self):
+        return 12
+    def __getitem__(self, number):
+        words = (torch.arange(12) * (number % 3 + 1)) % 48
+        return {"source": words, "target": words[:9]}
+
+def copies():
+    return Copies()
 
 def broken():
     return 5
@@ -83,6 +95,41 @@ def test_a_diffusion_transformer_hands_its_condition_on(typed: Typed):
     assert code == 0 and "next: autoshard convert runs/made model.pt" in out and "validate" not in out, err
     assert typed("convert runs/made made.safetensors")[0] == 0
     assert len(Diffusion().state_dict())
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_an_encoder_with_a_decoder_learns_goes_on_under_another_plan_and_ends_in_the_module(typed: Typed):
+    for name, sizes in (("long", "pp=2,vp=1,mbs=4"), ("wide", "tp=2,mbs=4"), ("two", "dp=2,mbs=4")):
+        code, out, err = typed(f"plan --module mine.py:translator {ASKED} --fix {sizes} --out {name}.json")
+        assert code == 0 and "cannot train" not in " ".join(out.split()), err
+        code, out, err = typed(f"verify {name}.json --json")
+        assert code == 0 and max(block["error"] for block in json.loads(out)["code"]["blocks"]) < 1e-12, err
+    assert typed("run long.json --dry-run")[0] == 0
+    data = "--data.set mine.py:copies"
+    for plan, number, folder in (("long", 4, "runs/all"), ("wide", 8, "runs/all"), ("two", 12, "runs/all")):
+        code, _, err = typed(f"run {plan}.json --steps {number} --out {folder} {STEPS} {data}")
+        assert code == 0, err
+    assert typed(f"run two.json --steps 12 --out runs/two {STEPS} {data}")[0] == 0
+    parts, two = losses("runs/all"), losses("runs/two")
+    assert [*parts] == [*two] == [*range(1, 13)] and two[12] < 0.5 * two[1]
+    assert all(abs(parts[step] - two[step]) < 1e-4 * two[1] for step in parts)
+    assert typed("convert runs/all all.pt")[0] == 0
+    Translator().load_state_dict(torch.load("all.pt"))
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_a_frozen_table_of_positions_is_what_the_code_makes_of_it(typed: Typed):
+    assert typed(f"plan --module mine.py:whisper {ASKED.replace('fp32', 'bf16')} --fix pp=2,vp=1,mbs=4")[0] == 0
+    code, out, err = typed("verify plan.json --json")
+    assert code == 0 and max(block["error"] for block in json.loads(out)["code"]["blocks"]) < 1e-12, err
+    code, _, err = typed(f"run plan.json --steps 2 --out runs/heard {STEPS}")
+    assert code == 0, err
+    assert typed("convert runs/heard heard.pt")[0] == 0
+    heard, begun = torch.load("heard.pt"), whisper()[0].state_dict()
+    changed = {name for name, tensor in begun.items() if (heard[name] != tensor).any()}
+    assert "model.encoder.embed_positions.weight" not in changed and "model.encoder.conv1.weight" in changed
 
 
 @pytest.mark.slow
