@@ -193,7 +193,7 @@ def _traced_blocks(model: ModelSpec, traced: TracedDecoder, workload: Workload, 
     embed, head = (BlockBuilder(workload.precision, workload.optimizer) for _ in range(2))
     with inside("model.traced"):
         x = _emit_traced(embed, traced.embed, workload, kernels)
-        last = head.add("x", _RESIDUAL)
+        last = head.add("x", traced.carried)
         logits = _emit_traced(head, traced.head, workload, kernels)
         return (
             finish(embed, "embed", kernels, gives=(x,), ties=_embed_ties(model)),
@@ -205,7 +205,7 @@ def _traced_blocks(model: ModelSpec, traced: TracedDecoder, workload: Workload, 
 def _traced_layer(model: ModelSpec, kind: str, workload: Workload, kernels: Kernels) -> Block:
     b, of_kind = BlockBuilder(workload.precision, workload.optimizer), model.of_kind(kind).traced
     assert of_kind, f"{model.name} was read off no code"
-    x = b.add("x", _RESIDUAL)
+    x = b.add("x", of_kind.carried)
     y = _emit_traced(b, of_kind.layer, workload, kernels)
     gives = (y, *add_router_losses(b, workload))
     return finish(b, kind, kernels, takes=(x,), gives=gives, repeat=model.layer_counts[kind])

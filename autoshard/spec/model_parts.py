@@ -72,6 +72,9 @@ class LatentAttention:
         )
 
 
+PACKED_ROWS = "packed_rows"  # a dim of what goes from part to part
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TracedDecoder:
     """A decoder as its code computes it, where the options of a card do not say it: a line per forward operation.
@@ -79,6 +82,7 @@ class TracedDecoder:
     The head ends where the logits are made; the loss follows. ``sizes`` are those of dims that no card has, and
     ``unlifted`` says what of the code is not in the lines, or only as work of which nothing else is known. Samples may
     be other ``data`` than tokens: then the model makes its own loss of them, and has as many positions as its sequence.
+    Where more than a hidden state goes from part to part, ``sizes`` has the rows of the hidden size in which it does.
     """
 
     embed: tuple[str, ...]
@@ -88,6 +92,11 @@ class TracedDecoder:
     num_parameters: int
     unlifted: tuple[str, ...] = ()
     data: tuple[str, ...] = option(())  # arguments that samples bring, where these are no tokens
+
+    @property
+    def carried(self) -> tuple[str, str, str]:
+        """The dims of what goes from part to part."""
+        return ("batch", PACKED_ROWS if PACKED_ROWS in self.sizes else "seq", "hidden")
 
     @property
     def lines(self) -> tuple[str, ...]:

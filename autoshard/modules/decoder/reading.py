@@ -76,7 +76,7 @@ def with_constants(module: torch.nn.Module) -> torch.nn.Module:
     return module
 
 
-def constants_of(module: torch.nn.Module) -> Sequence[str]:
+def frozen_buffers(module: torch.nn.Module) -> Sequence[str]:
     """Return the paths of a module's buffers that were frozen weights, and have their format."""
     named = ((path, name) for path, part in module.named_modules() for name in getattr(part, _FROZEN, ()))
     return [f"{path}.{name}".removeprefix(".") for path, name in named]

@@ -5,8 +5,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autoshard.errors import require
-from autoshard.modules.decoder.stack.passing import STATE_DIMS, hidden_states, live_values, read_behind, shared_weights
-from autoshard.modules.decoder.stack.splitting import split
+from autoshard.modules.decoder.stack.passing import (
+    STATE_DIMS,
+    hidden_states,
+    live_values,
+    read_behind,
+    weights_in_common,
+)
+from autoshard.modules.decoder.stack.splitting import split_steps
 from autoshard.modules.dims import Position, factors, size_of
 from autoshard.modules.program import Traced, TracedProgram, TracedStep
 
@@ -25,6 +31,7 @@ class Segment:
     gives: Traced
     arriving: tuple[Traced, ...] = ()
     handed_on: tuple[Traced, ...] = ()
+    packed_rows: int = 0  # of the hidden size, in which all goes on; 0 where nothing goes on beside a hidden state
 
     @property
     def beside(self) -> tuple[Traced, ...]:
@@ -54,21 +61,42 @@ class Stack:
 
 def stack_of(program: TracedProgram, logits: Traced) -> Stack:
     """Split a program into embedding, layers and head, or say why it is no stack of layers."""
-    names, parts = split(program.steps)
+    names, parts = split_steps(program.steps)
     states = hidden_states(names, parts)
     shape = state_shape(states[0], names[0])
     message = f"{_takes(shape, names[0])}, and no function of it may split or merge these"
     require((all(len(position) == 1 for position in shape), names[0], message))
-    gives = [read_behind(parts, number)[-1] for number in range(1, len(parts) - 1)]
-    live = [(), *live_values(parts, states, gives, shared_weights(parts)), ()]
+    results = [read_behind(parts, number)[-1] for number in range(1, len(parts) - 1)]
+    live: list[tuple[Traced, ...]] = [(), *live_values(parts, states, results, weights_in_common(parts)), ()]
     embed, *layers, head = (
-        Segment(name=name, steps=tuple(steps), takes=taken, gives=given, arriving=arriving, handed_on=handed_on)
-        for name, steps, taken, given, (arriving, handed_on) in zip(
-            ("embed", *names[:-1], "head"), parts, (None, *states), (states[0], *gives, logits),
+        Segment(
+            name=name, steps=tuple(steps), takes=takes, gives=gives, arriving=arriving, handed_on=handed_on,
+            packed_rows=packed_rows(live, shape),
+        )
+        for name, steps, takes, gives, (arriving, handed_on) in zip(
+            ("embed", *names[:-1], "head"), parts, (None, *states), (states[0], *results, logits),
             itertools.pairwise(live), strict=True,
         )
     )  # fmt: skip
     return Stack(embed=embed, layers=tuple(layers), head=head, carried=(shape[0], shape[1], shape[2]))
+
+
+def packed_rows(live: Sequence[Sequence[Traced]], shape: Sequence[Position]) -> int:
+    """Return how many rows of a hidden size go from part to part; 0 where that is a hidden state of this shape alone.
+
+    Between all parts there are as many as the most need.
+    """
+    state = factors(dim for position in shape for dim in position)
+    if all(len(values) < 2 and all(value.dims == state for value in values) for values in live):
+        return 0
+    return max(sum(rows_of(value, shape) for value in values) for values in live)
+
+
+def rows_of(value: Traced, shape: Sequence[Position]) -> int:
+    """Return how many rows of a hidden size the numbers of a sample take."""
+    batch, _, hidden = shape
+    numbers = size_of(tuple(dim for dim in value.dims if dim not in factors(batch)))
+    return -(-numbers // size_of(hidden))
 
 
 def with_inputs_beside(stack: Stack) -> Stack:

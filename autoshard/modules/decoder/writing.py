@@ -19,9 +19,9 @@ from autoshard.modules.decoder.pieces import Piece, WeightPart, products_of
 from autoshard.modules.decoder.segments import Segment
 from autoshard.modules.dims import Dim, shown_hint, size_of
 from autoshard.modules.program import Traced
+from autoshard.spec.model_parts import PACKED_ROWS
 
 _POSITIONS, _KEY_POSITIONS = "positions[seq]:int64", "key_positions[kv_seq]:int64"
-_STATE: Dims = ("batch", "seq", "hidden")
 _QUERY: Dims = ("batch", "seq", "kv_heads", "q_group", "head_dim")
 _KEYS_ALONG = (("seq", "kv_seq"),)
 _DELIVERED: Mapping[str, str] = {
@@ -51,12 +51,20 @@ class LineWriter:
     def write(self, pieces: Sequence[Piece]) -> tuple[str, ...]:
         """Return the lines of all pieces, in order."""
         if self.segment.takes:
-            self.laid[self.segment.takes] = self._turned("arrive", ("x", _STATE), self._named(self.segment.takes.dims))
+            arriving = ("x", self._carried())
+            self.laid[self.segment.takes] = self._turned("arrive", arriving, self._named(self.segment.takes.dims))
         for piece in pieces:
             getattr(self, f"_{piece.kind}")(piece, self.names[piece])
-        if self.roles:
-            self._turned("leave", self.laid[pieces[-1].makes], _STATE)
+        if self.segment.handed_on:
+            self._turned("leave", self.laid[pieces[-1].makes], self._carried())
         return tuple(str(op) for op in (*self.ops, *self._delivers()))
+
+    def _carried(self) -> Dims:
+        """Return the dims of what goes from part to part."""
+        if not self.segment.packed_rows:
+            return ("batch", "seq", "hidden")
+        self.sizes[PACKED_ROWS] = self.segment.packed_rows
+        return ("batch", PACKED_ROWS, "hidden")
 
     def name_dims(self, dims: Iterable[Dim]) -> None:
         """Give dims names by what the code calls them, so that no width of an MLP is looked for among them."""

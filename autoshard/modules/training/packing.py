@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from autoshard.errors import require
-from autoshard.modules.decoder.segments import Stack
+from autoshard.modules.decoder.segments import Stack, rows_of
 from autoshard.modules.dims import Position, factors, fresh, size_of
 from autoshard.modules.program import Origin, Read, TensorPlace, Traced, TracedStep
 
@@ -38,21 +38,13 @@ class Packing:
             message = f"hands on {value.name} of {value.format} beside {widest.format}, which would round it"
             require((not value.is_index, "module", f"{value.name}, which goes along, holds whole numbers"))
             require((fits, "module", message))
-        batch, sequence, hidden = stack.carried
-        shape = factors((*batch, *sequence, *hidden))
-        is_alone = not stack.beside and all(value.dims == shape for value in values)
-        if is_alone and all(value.format == widest.format for value in values):
+        (batch, _, hidden), num_rows = stack.carried, stack.embed.packed_rows
+        if not num_rows and all(value.format == widest.format for value in values):
             return None
-        packing = cls(
-            carried=stack.carried, widest=widest, num_samples=num_samples, is_alone=is_alone, casts=casts
+        carried = (batch, fresh(num_rows, "rows"), hidden) if num_rows else stack.carried
+        return cls(
+            carried=carried, widest=widest, num_samples=num_samples, is_alone=not num_rows, casts=casts
         )  # fmt: skip
-        num_rows = max(sum(map(packing.rows, part.handed_on)) for part in stack.parts)
-        return packing if is_alone else replace(packing, carried=(batch, fresh(num_rows, "rows"), hidden))
-
-    def rows(self, value: Traced) -> int:
-        """Return how many rows the numbers of a sample take."""
-        numbers = math.prod(dim.size for dim in value.dims if dim not in factors(self.carried[0]))
-        return -(-numbers // size_of(self.carried[2]))
 
     def packed(self, name: str, origin: Origin) -> Traced:
         """Return the tensor in which a hidden state goes on."""
@@ -60,14 +52,15 @@ class Packing:
 
     def unpacking(self, packed: Traced, slots: Sequence[tuple[Traced, Traced | None]]) -> Iterator[TracedStep]:
         """Yield the steps that take values apart, each into its slot; None is not read."""
-        starts = itertools.accumulate((self.rows(value) for value, _ in slots), initial=0)
+        starts = itertools.accumulate((rows_of(value, self.carried) for value, _ in slots), initial=0)
         for (value, slot), start in zip(slots, starts, strict=False):
             if slot:
                 is_common = not self._has_batch(value)
                 shape = tuple(map(size_of, slot.positions if is_common else slot.positions[1:]))
                 rows = functools.partial(
-                    _mean_of_copies if is_common else _rows_of, start=start, count=self.rows(value), shape=shape,
-                    dtype=self._dtype(slot), **({"num_samples": self.num_samples} if is_common else {}),
+                    _mean_of_copies if is_common else _rows_of, start=start, count=rows_of(value, self.carried),
+                    shape=shape, dtype=self._dtype(slot),
+                    **({"num_samples": self.num_samples} if is_common else {}),
                 )  # fmt: skip
                 yield self._step(slot, rows, [packed], is_common=is_common)
 

@@ -14,7 +14,7 @@ from autoshard.graph.op import Array
 from autoshard.modules.capture import Captured, read
 from autoshard.modules.decoder.arguments import data_examples, planned_data, token_arguments
 from autoshard.modules.decoder.ends import trained_end
-from autoshard.modules.decoder.reading import captured_stack, constants_of, without_caches
+from autoshard.modules.decoder.reading import captured_stack, frozen_buffers, without_caches
 from autoshard.modules.decoder.segments import stack_of
 from autoshard.modules.export import ExportedModule
 from autoshard.modules.program import in_double
@@ -136,7 +136,7 @@ def _read_beside(captured: Captured, arguments: Mapping[str, str]) -> Iterator[t
 @contextmanager
 def _in_format(module: torch.nn.Module, dtype: torch.dtype) -> Iterator[None]:
     """Give weights the format in which a plan computes, as long as a module is traced; buffers keep their own."""
-    tensors = [*module.parameters(), *(module.get_buffer(path) for path in constants_of(module))]
+    tensors = [*module.parameters(), *(module.get_buffer(path) for path in frozen_buffers(module))]
     numbers = [(tensor, tensor.data) for tensor in tensors if tensor.is_floating_point()]
     try:
         for tensor, data in numbers:

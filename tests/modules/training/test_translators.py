@@ -11,7 +11,7 @@ from autoshard.errors import InputError
 from autoshard.modules.capture import Captured, capture
 from autoshard.modules.decoder.arguments import token_arguments
 from autoshard.modules.decoder.ends import trained_end
-from autoshard.modules.decoder.reading import captured_stack, constants_of, read_decoder, with_constants
+from autoshard.modules.decoder.reading import captured_stack, frozen_buffers, read_decoder, with_constants
 from autoshard.modules.decoder.segments import Stack, stack_of
 from autoshard.modules.training.reading import TracedCode, traced_code
 from autoshard.spec.workload import Precision
@@ -80,6 +80,8 @@ def test_a_layer_that_attends_twice_is_planned_by_all_of_its_work():
     products = [line for line in writer.lines if "scaled_dot_product_attention" in line and "= Opaque" in line]
     assert len(products) == 2 and all('"products"' in line for line in products)
     assert writer.lines[0].startswith("arrive = Opaque") and any(line.startswith("leave =") for line in writer.lines)
+    assert model.traced.carried == ("batch", "packed_rows", "hidden")
+    assert model.traced.sizes["packed_rows"] == SOURCE + TARGET + 1  # the bias of 32 numbers takes a row
     said = " ".join(model.traced.unlifted)
     assert "readers.0.attention.bias.weight goes along beside the hidden state" in said
     assert "FLOPs" not in said  # those of the plan are those of the code
@@ -93,7 +95,7 @@ def test_small_weights_that_are_frozen_stay_with_the_module_in_the_format_of_a_p
     module = nn.Sequential(nn.Embedding(4, 3), nn.Linear(3, 3), nn.Embedding(2**12, 2**11))
     module[0].requires_grad_(False)
     module[2].requires_grad_(False)
-    assert constants_of(with_constants(module)) == ["0.weight"]
+    assert frozen_buffers(with_constants(module)) == ["0.weight"]
     assert [name for name, _ in module.named_parameters()] == ["1.weight", "1.bias", "2.weight"]
     assert [*module.state_dict()] == ["0.weight", "1.weight", "1.bias", "2.weight"]
 

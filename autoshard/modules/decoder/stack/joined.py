@@ -11,7 +11,7 @@ from torch.utils import _pytree as tree
 
 from autoshard.modules.decoder.segments import state_shape
 from autoshard.modules.decoder.stack.passing import STATE_DIMS, hidden_states
-from autoshard.modules.decoder.stack.splitting import split
+from autoshard.modules.decoder.stack.splitting import split_steps
 from autoshard.modules.dims import size_of, unify
 from autoshard.modules.local import registered
 from autoshard.modules.program import TracedProgram, TracedStep
@@ -21,7 +21,7 @@ _JOINING = "joined_tokens"
 
 def merged_layers(program: TracedProgram) -> tuple[str, ...]:
     """Return the layers' names if their sequence is a product of dims, as the rows and columns of an image are."""
-    names, parts = split(program.steps)
+    names, parts = split_steps(program.steps)
     batch, sequence, hidden = state_shape(hidden_states(names, parts)[0], names[0])
     is_merged = len(sequence) > 1 and len(batch) == len(hidden) == 1
     return tuple(names[:-1]) if is_merged else ()
@@ -59,7 +59,7 @@ def joined_outside(program: TracedProgram) -> TracedProgram:
 
 def unify_tokens(program: TracedProgram) -> None:
     """Let the sequences that go from layer to layer be one dim."""
-    first, *states = hidden_states(*split(program.steps))
+    first, *states = hidden_states(*split_steps(program.steps))
     for state in (state for state in states if size_of(state.positions[1]) == size_of(first.positions[1])):
         unify(state.positions[1], first.positions[1])
 

@@ -51,7 +51,7 @@ def hidden_states(names: Sequence[str], parts: Sequence[Steps]) -> list[Traced]:
     return states
 
 
-def shared_weights(parts: Sequence[Steps]) -> tuple[Traced, ...]:
+def weights_in_common(parts: Sequence[Steps]) -> tuple[Traced, ...]:
     """Return the weights that a layer and another part read, if they may go along as values of the first part.
 
     These are no larger than a hidden state, and no matrices of products, of which each layer has its own.
@@ -70,12 +70,12 @@ def shared_weights(parts: Sequence[Steps]) -> tuple[Traced, ...]:
 
 
 def live_values(
-    parts: Sequence[Steps], states: Sequence[Traced], gives: Sequence[Traced], weights: Sequence[Traced]
+    parts: Sequence[Steps], states: Sequence[Traced], results: Sequence[Traced], weights: Sequence[Traced]
 ) -> Sequence[tuple[Traced, ...]]:
     """Return what arrives at each layer and at the head: all that it or a later part reads.
 
     What a layer gives has the place of what it takes, so that equal layers find all in equal places; for this, what
-    the last layer reads goes on to the head. ``states`` are what layers and head take, ``gives`` what layers give.
+    the last layer reads goes on to the head. ``states`` are what layers and head take, ``results`` what layers give.
     ``weights`` that several parts read come of the first.
     """
     last = {value: number for number, part in enumerate(parts) for value in _read_of_others(part, weights)}
@@ -83,8 +83,8 @@ def live_values(
         value: len(parts) - 1 for value, number in last.items() if number == len(parts) - 2 and value not in states
     }
     live = [_with_new(states[:1], parts[0], [*weights], last)]
-    for number, (taken, given) in enumerate(zip(states, gives, strict=False), 1):
-        stays = [given if value is taken and last[value] == number else value for value in live[-1]]
+    for number, (state, result) in enumerate(zip(states, results, strict=False), 1):
+        stays = [result if value is state and last[value] == number else value for value in live[-1]]
         live.append(_with_new([value for value in stays if last[value] > number], parts[number], [], last))
     return [tuple(values) for values in live]
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from autoshard.errors import InputError, require
 from autoshard.modules.decoder.stack.passing import STATE_DIMS, earlier, earlier_of_all, read_behind
-from autoshard.modules.dims import Dim, factors, size_of
+from autoshard.modules.dims import factors, size_of
 from autoshard.modules.program import Traced, TracedStep, name_of
 from autoshard.modules.reach import steps_to
 
@@ -35,7 +35,7 @@ class _ListOfLayers:
         return [f"{self.path}.{number}".removeprefix(".") for number in range(len(self.starts))]
 
 
-def split(steps: Sequence[TracedStep]) -> tuple[list[str], Parts]:
+def split_steps(steps: Sequence[TracedStep]) -> tuple[list[str], Parts]:
     """Return the names of the layers and of the head, and the steps of embedding, layers and head."""
     lists, free = _lists(steps), _free_steps(steps)
     bounds = [0, *(start for layers in lists for start in layers.starts), lists[-1].end, len(steps)]
@@ -96,11 +96,11 @@ def _moved_back(parts: Parts, lists: Sequence[_ListOfLayers]) -> Parts:
     moved, names = [list(part) for part in parts], tuple(f"{name}." for layers in lists for name in layers.names)
     steps = [step for part in parts for step in part]
     inside = {step.makes for step in steps if f"{step.path}.".startswith(names)}
-    apart = {*_not_made_of(steps, inside)}
+    outside = {*_not_made_of(steps, inside)}
     for place in itertools.accumulate(len(layers.starts) for layers in lists[:-1]):
-        of_layers = [step for step in moved[place] if step not in apart]
+        of_layers = [step for step in moved[place] if step not in outside]
         used = {*steps_to(moved[place], [read.value for step in of_layers for read in step.reads])}
-        back = [step for step in moved[place] if step in apart - used]
+        back = [step for step in moved[place] if step in outside - used]
         moved[place] = [step for step in moved[place] if step not in back]
         moved[0] += back
     return moved
@@ -163,23 +163,24 @@ def _with_small_weights(parts: Parts) -> Parts:
     The weights go along in its place: those of a bias by position are fewer than its numbers.
     """
     steps = list(dict.fromkeys(step for part in parts for step in part))
-    batch = {*factors(read_behind(parts, 1)[-1].positions[0])} if read_behind(parts, 1) else set[Dim]()
+    batch = {
+        dim
+        for value in read_behind(parts, 1)[-1:]
+        for dim in factors(dim for position in value.positions[:1] for dim in position)
+    }
     small: dict[TracedStep, TracedStep] = {}  # how such values are made, in no layer
     for value in earlier_of_all(parts):
         makers, numbers = steps_to(steps, [value]), [dim for dim in value.dims if dim not in batch]
         weights = {read.value for step in makers for read in step.reads if read.value.origin == "parameter"}
         is_state = len(value.positions) == STATE_DIMS and len(numbers) < len(value.dims)
         multiplies = any(step.sort == "product" or step.products for step in makers)
-        if (
-            not is_state
-            and not multiplies
-            and sum(size_of(weight.dims) for weight in weights) <= size_of(tuple(numbers))
-        ):
+        is_few = sum(size_of(weight.dims) for weight in weights) <= size_of(tuple(numbers))
+        if is_few and not is_state and not multiplies:
             small |= {step: replace(step, path="") for step in makers}
     again = [small[step] for step in steps if step in small]
-    made = [_making([step for step in part if step not in small], again) for part in parts]
-    needed = [read_behind(made, number) for number in range(len(parts) - 1)]
-    return [*([*steps_to(part, values)] for part, values in zip(made, needed, strict=False)), made[-1]]
+    changed = [_making([step for step in part if step not in small], again) for part in parts]
+    needed = [read_behind(changed, number) for number in range(len(parts) - 1)]
+    return [*([*steps_to(part, values)] for part, values in zip(changed, needed, strict=False)), changed[-1]]
 
 
 def _making(part: Sequence[TracedStep], again: Sequence[TracedStep]) -> list[TracedStep]:
