@@ -64,7 +64,8 @@ def data_arguments(captured: Captured, of_tokens: Collection[str]) -> tuple[str,
         if name in read_nodes and isinstance(example, torch.Tensor)
     }
     is_plain = all(name in of_tokens and example.dim() == _TOKEN_DIMS for name, example in examples.items())
-    return () if is_plain and not has_several_lists(captured.program.steps) else tuple(examples)
+    are_two_texts = len(examples) > 1 and has_several_lists(captured.program.steps)
+    return () if is_plain and not are_two_texts else tuple(examples)
 
 
 def up_to_logits(captured: Captured, end: TrainedEnd) -> Captured:

@@ -19,7 +19,7 @@ from tests.kit import local_plan
 from tests.modules.training import own_translators as own
 from tests.modules.training.code_cases import Compared
 from tests.modules.training.own_samples import Made
-from tests.modules.training.own_translators import OF_TRANSFORMERS, SOURCE, TRANSLATORS, Translator
+from tests.modules.training.own_translators import OF_TRANSFORMERS, SOURCE, TARGET, TRANSLATORS, Translator
 from tests.modules.training.sample_cases import compared_samples
 from tests.modules.training.test_code_samples import LAYOUTS
 from tests.ranks.spawn import on_ranks
