@@ -55,8 +55,8 @@ class Packing:
         starts = itertools.accumulate((rows_of(value, self.carried) for value, _ in slots), initial=0)
         for (value, slot), start in zip(slots, starts, strict=False):
             if slot:
-                is_common = not self._has_batch(value)
-                shape = tuple(map(size_of, slot.positions if is_common else slot.positions[1:]))
+                is_common, positions = not self._has_batch(value), self.in_rows(value)
+                shape = tuple(map(size_of, positions if is_common else positions[1:]))
                 rows = functools.partial(
                     _mean_of_copies if is_common else _rows_of, start=start, count=rows_of(value, self.carried),
                     shape=shape, dtype=self._dtype(slot),
@@ -71,6 +71,12 @@ class Packing:
             is_common=tuple(not self._has_batch(value) for value in slots),
         )  # fmt: skip
         return self._step(makes, pack, slots)
+
+    def in_rows(self, value: Traced) -> tuple[Position, ...]:
+        """Return the dims of a value as it is packed: the batch first, wherever the code has it, and all others."""
+        batch = factors(self.carried[0])
+        first = [dim for dim in batch if dim in value.dims]
+        return tuple((dim,) for dim in (*first, *(dim for dim in value.dims if dim not in batch)))
 
     def _has_batch(self, value: Traced) -> bool:
         (batch,) = factors(self.carried[0])
@@ -90,7 +96,7 @@ class Packing:
         return TracedStep(
             name=makes.name, path="", sort="sum" if is_common else "local", function=function,
             arguments=tuple(TensorPlace(number) for number in range(len(reads))), keywords={},
-            reads=tuple(Read(value=value, positions=value.positions) for value in reads), makes=makes,
+            reads=tuple(Read(value=value, positions=self.in_rows(value)) for value in reads), makes=makes,
             whole=frozenset() if self.is_alone else frozenset(dims), summed=frozenset(batch if is_common else ()),
         )  # fmt: skip
 

@@ -110,8 +110,10 @@ class _Copier:
         if value is self.segment.takes and not self.packing:
             return self._copy(value, TAKEN, "carried")
         if self.packing and value in self.segment.arriving:
-            name = "state" if value is self.segment.takes else "beside"
-            return self._copy(value, free_name(name, self.names), "made")
+            name = free_name("state" if value is self.segment.takes else "beside", self.names)
+            copy = self._copy(value, name, "made")
+            copy.positions = self.packing.in_rows(value)
+            return copy
         if value.origin == "parameter":
             path = self.captured.parameters[value.name]
             owner, _, leaf = self._inside(path).rpartition(".")

@@ -94,27 +94,30 @@ class Translator(nn.Module):
 
 
 class OfTorch(nn.Module):
-    """Torch's own layers, without a bias by position and with words for each side."""
+    """Torch's own layers, with words for each side; those of the decoder may have a batch behind a sequence."""
 
-    def __init__(self, layers: int = LAYERS) -> None:
+    def __init__(self, layers: int = LAYERS, *, is_first: bool = True) -> None:
         super().__init__()
         self.source, self.target = nn.Embedding(WORDS, HIDDEN), nn.Embedding(WORDS, HIDDEN)
         self.encoder = nn.ModuleList(
             nn.TransformerEncoderLayer(HIDDEN, HEADS, 64, 0.0, batch_first=True) for _ in range(layers)
         )
         self.decoder = nn.ModuleList(
-            nn.TransformerDecoderLayer(HIDDEN, HEADS, 64, 0.0, batch_first=True) for _ in range(layers)
+            nn.TransformerDecoderLayer(HIDDEN, HEADS, 64, 0.0, batch_first=is_first) for _ in range(layers)
         )
+        self.is_first = is_first
         self.out = nn.Linear(HIDDEN, WORDS)
 
     def forward(self, source: Tensor, target: Tensor) -> Tensor:
         x, y = self.source(source), self.target(target[:, :-1])
         for layer in self.encoder:
             x = layer(x)
-        length = y.shape[1]
+        x, y = (x, y) if self.is_first else (x.transpose(0, 1), y.transpose(0, 1))
+        length = target.shape[1] - 1
         mask = torch.full((length, length), float("-inf"), device=y.device, dtype=y.dtype).triu(1)
         for layer in self.decoder:
             y = layer(y, x, tgt_mask=mask)
+        y = y if self.is_first else y.transpose(0, 1)
         return functional.cross_entropy(self.out(y).flatten(0, 1), target[:, 1:].flatten())
 
 
@@ -130,7 +133,11 @@ def of_torch(layers: int = LAYERS) -> Made:
     return OfTorch(layers), _texts()
 
 
-TRANSLATORS = {"translator": translator, "layers of torch": of_torch}
+def batch_behind(layers: int = LAYERS) -> Made:
+    return OfTorch(layers, is_first=False), _texts()
+
+
+TRANSLATORS = {"translator": translator, "layers of torch": of_torch, "batch behind": batch_behind}
 
 
 def _of_transformers(kind: str, sizes: Mapping[str, Any], inputs: Mapping[str, Tensor]) -> Made:
