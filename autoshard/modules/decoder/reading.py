@@ -25,7 +25,8 @@ _LONGEST = 8192  # tokens that are looked at, unless a sequence is asked for
 _MOST = 16384  # masks are evaluated: a byte for each pair
 _NOT_ITS_CARD = "it is not the card of its config"
 _OWN_INPUTS = "it was given inputs of its own, and cards are compared for tokens alone"
-_MIXED = "to be on the same device"  # as torch says of code that makes masks where its weights are not
+# As torch says of code that makes masks where its weights are not, and of autocast for a device without formats.
+_NOT_ON_META = ("to be on the same device", "unsupported scalarType")
 _SEQUENCES = 2  # so that a batch is a dim
 _MOST_FROZEN = 2**22  # numbers of a weight that all ranks hold whole
 _FROZEN = "weights_that_are_constants"  # what a submodule calls the names of these
@@ -49,7 +50,7 @@ def decoder_of(where: str, seq_len: int | None = None, show: Show = lambda _: No
     except NoValues:  # masks that are made of buffers
         return read(on_meta=False)
     except InputError as error:
-        if _MIXED not in str(error):
+        if not any(words in str(error) for words in _NOT_ON_META):
             raise
         return read(on_meta=False)
 

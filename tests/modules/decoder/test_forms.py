@@ -1,7 +1,8 @@
 """Decoders as researchers write them: lifted with the code's FLOPs and parameters, or refused with the reason."""
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from autoshard.errors import InputError
 from autoshard.modules.decoder.reading import decoder_of, read_decoder
 from tests.modules.decoder import decoders
-from tests.modules.decoder.decoders import TOKENS, VOCABULARY, Own, OwnLayer, of_transformers
+from tests.modules.decoder.decoders import LAYERS, TOKENS, VOCABULARY, Own, OwnLayer, of_transformers
 from tests.modules.decoder.test_lift import graph_of, lifted, on_meta, with_layers
 from tests.slower import rest_is_slow
 
@@ -164,6 +165,33 @@ class Placed(Own):
         return self.out(self.norm(x))
 
 
+class Attended(Layer):
+    """The attention of a layer alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.second, self.widen, self.narrow
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.attended(self.first(x))
+
+
+class AddedOutside(Own):
+    """The decoder adds what layers make to what they take: behind each layer, the last one too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        mlps = (nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 88), nn.GELU(), nn.Linear(88, 64)) for _ in range(LAYERS))
+        self.blocks = nn.ModuleList(nn.ModuleList([Attended(), mlp]) for mlp in mlps)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x, blocks = self.words(tokens), cast(Any, self.blocks)
+        for parts in blocks:
+            for part in parts:
+                x = part(x) + x
+        return self.out(self.norm(x))
+
+
 class Deep(Own):
     """The head is an MLP, and the table of words is narrow and has rows for no word."""
 
@@ -182,6 +210,12 @@ def of(layer: type[OwnLayer]) -> Callable[[], nn.Module]:
     return lambda: with_layers(layer, layer)
 
 
+def added_outside() -> nn.Module:
+    module = AddedOutside()
+    del module.places
+    return module
+
+
 LIFTED: Mapping[str, tuple[Callable[[], nn.Module], tuple[str, ...]]] = {
     "copied keys": (of(Grouped), ()),
     "tiled keys": (of(Tiled), ()),
@@ -195,6 +229,7 @@ LIFTED: Mapping[str, tuple[Callable[[], nn.Module], tuple[str, ...]]] = {
     "a convolution": (of(Convolved), (f"layer: conv1d_slice_own (conv1d, slice) {WORK}",)),
     "places of its own": (Placed, (f"embedding: slice_add_own (slice, add) {WORK}",)),
     "a deep head": (Deep, ()),
+    "sums outside of layers": (added_outside, ()),
     "another width": (lambda: with_layers(Layer, Wide), ()),
     "experts chosen by what is no weight": (
         of_transformers(
@@ -220,6 +255,23 @@ def test_a_form_has_the_numbers_and_the_flops_of_its_code(name: str):
     graph = graph_of(model)
     ours = sum(block.repeat * block.matrix_flops("F", graph.sizes) for block in graph.blocks)
     assert ours == counter.get_total_flops()
+
+
+def test_a_sum_behind_the_last_layer_is_of_that_layer_so_that_all_are_alike():
+    assert len(lifted(on_meta(added_outside)).layer_counts) == 1
+
+
+class Casting(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(x.device.type, enabled=False):
+            return x.float()
+
+
+def test_code_that_switches_casts_off_has_the_module_made_on_the_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    source = "from tests.modules.decoder.test_forms import Casting, Own\n\ndef make():\n    module = Own()\n"
+    (tmp_path / "mine.py").write_text(f"{source}    module.norm = Casting()\n    return module\n")
+    monkeypatch.chdir(tmp_path)
+    assert decoder_of("mine.py:make", TOKENS).num_layers == LAYERS
 
 
 def test_a_table_of_positions_as_long_as_the_sequence_is_in_the_plan_whole():

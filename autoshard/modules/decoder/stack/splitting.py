@@ -7,7 +7,7 @@ of the first, but for what no layer has a part in, which the first part makes.
 import itertools
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autoshard.errors import InputError, require
@@ -67,18 +67,44 @@ def _lists(steps: Sequence[TracedStep]) -> Sequence[_ListOfLayers]:
         )
     first, *more = sorted(members, key=lambda path: -sum(map(len, members[path].values())))
     require((_in_order(members[first]), first or "module", "does not run its layers in order, each once"))
-    lists = [_list_of(first, members[first])]
+    lists = [_list_of(first, members[first], steps)]
     for path in more:
-        layers = _list_of(path, members[path])
+        layers = _list_of(path, members[path], steps)
         weighs = any(name_of(step) in _WEIGHING for step in steps[layers.starts[0] : layers.end])
         is_apart = all(layers.end <= begun.starts[0] or begun.end <= layers.starts[0] for begun in lists)
         lists += [layers] if weighs and is_apart and _in_order(members[path]) else []
     return sorted(lists, key=lambda layers: layers.starts)
 
 
-def _list_of(path: str, members: Mapping[int, Sequence[int]]) -> _ListOfLayers:
-    starts = tuple(min(places) for places in members.values())
-    return _ListOfLayers(path=path, starts=starts, end=max(map(max, members.values())) + 1)
+def _list_of(path: str, members: Mapping[int, Sequence[int]], steps: Sequence[TracedStep]) -> _ListOfLayers:
+    spans = [(min(places), max(places) + 1) for places in members.values()]
+    return _ListOfLayers(path=path, starts=tuple(start for start, _ in spans), end=_end_of_last(steps, spans))
+
+
+def _end_of_last(steps: Sequence[TracedStep], spans: Sequence[tuple[int, int]]) -> int:
+    """Return where the last layer ends: with what follows each layer before, if that follows it too.
+
+    So it is for sums with the input of a layer, where the module that has the list computes them.
+    """
+    (start, end), nexts = spans[-1], [start for start, _ in spans[1:]]
+    tails = {
+        tuple(name_of(steps[place]) for place in _following(steps, span, until))
+        for span, until in zip(spans, nexts, strict=False)
+    }
+    tail = tails.pop() if len(tails) == 1 else ()
+    places = [*itertools.islice(_following(steps, (start, end), len(steps)), len(tail))]
+    is_alike = bool(tail) and tuple(name_of(steps[place]) for place in places) == tail
+    return places[-1] + 1 if is_alike else end
+
+
+def _following(steps: Sequence[TracedStep], span: tuple[int, int], until: int) -> Iterator[int]:
+    """Yield the places of steps behind a layer that are made of what the layer makes."""
+    start, end = span
+    made = {step.makes for step in steps[start:end]}
+    for place in range(end, until):
+        if any(read.value in made for read in steps[place].reads):
+            made.add(steps[place].makes)
+            yield place
 
 
 def _in_order(members: Mapping[int, Sequence[int]]) -> bool:
