@@ -66,7 +66,9 @@ def lift_decoder(
     beside = [captured.parameters.get(value.name, value.name) for value in stack.beside]
     notes += [f"{value} goes along beside the hidden state, and is planned as an input" for value in beside]
     notes += [f"{total - count:,} of {total:,} parameters are not in the plan"] if count < total else []
-    more = f"{count - total:,} parameters more than the {total:,} of the code: some are used more than once"
+    more = (
+        f"{count - total:,} parameters more than the {total:,} of the code: some are constants, or used more than once"
+    )
     notes += [f"the plan has {more}, and planned for each use"] if count > total else []
     notes += [f"it is not the card of its config: {difference}" for difference in differences[:_MOST_SAID]]
     notes += [*loss_notes(end), *_drops(module)]

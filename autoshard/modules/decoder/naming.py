@@ -21,6 +21,7 @@ class Roles:
     chains: Mapping[str, tuple[Piece, ...]]  # of q, k and v, from the product on
     out: Piece | None  # the first product of what was attended
     of_keys: frozenset[Piece]  # the products that keys and values are made of: without a group of queries
+    of_queries: frozenset[Piece]  # what is done to the queries alone, behind their product
 
     @classmethod
     def of(cls, pieces: Sequence[Piece], name: str, tokens: Dim) -> "Roles":
@@ -31,15 +32,11 @@ class Roles:
         without = _keeps_tokens_apart(pieces, tokens) or not _weighs(pieces)
         require((bool(attends) or without, name, message))
         if not attends:
-            return cls(attend=None, chains={}, out=None, of_keys=frozenset())
+            return cls(attend=None, chains={}, out=None, of_keys=frozenset(), of_queries=frozenset())
         by_value = {piece.makes: piece for piece in pieces}
         chains = {letter: _chain(by_value, value) for letter, value in zip("qkv", attends[0].reads, strict=True)}
-        of_keys, waiting = set[Piece](), list(attends[0].reads[1:])
-        while waiting:
-            if piece := by_value.get(waiting.pop()):
-                is_product = piece.kind == "product"
-                of_keys |= {piece} if is_product else set()
-                waiting += () if is_product else piece.reads
+        query, *keys = attends[0].reads
+        of_query, of_keys = _up_to_products(by_value, [query]), _up_to_products(by_value, keys)
         attended, out = {attends[0].makes}, None
         for piece in pieces:
             if attended & {*piece.reads} and out is None:
@@ -47,7 +44,11 @@ class Roles:
                     out = piece
                 elif {*piece.dims} <= {*attends[0].dims}:
                     attended.add(piece.makes)  # a gate, or a norm, of what was attended
-        return cls(attend=attends[0], chains=chains, out=out, of_keys=frozenset(of_keys))
+        return cls(
+            attend=attends[0], chains=chains, out=out,
+            of_keys=frozenset(piece for piece in of_keys if piece.kind == "product"),
+            of_queries=frozenset(piece for piece in of_query - of_keys if piece.kind != "product"),
+        )  # fmt: skip
 
     def heads(self, tokens: Sequence[Dim]) -> Mapping[str, Position]:
         """Return which dims are KV heads, the queries of each, and a head of keys and of values."""
@@ -65,6 +66,16 @@ class Roles:
             "head_dim": head,
             "values": value_head,
         }
+
+
+def _up_to_products(by_value: Mapping[Traced, Piece], values: Sequence[Traced]) -> set[Piece]:
+    """Return the pieces that make some values, up to the products that these begin with."""
+    pieces, waiting = set[Piece](), [*values]
+    while waiting:
+        if piece := by_value.get(waiting.pop()):
+            pieces.add(piece)
+            waiting += () if piece.kind == "product" else piece.reads
+    return pieces
 
 
 def _weighs(pieces: Sequence[Piece]) -> bool:

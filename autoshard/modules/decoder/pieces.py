@@ -141,6 +141,12 @@ class SegmentFlow:
                 waiting += [read.value for read in step.reads]
         return tuple(step for step in self.segment.steps if step in steps)
 
+    def of_weights(self, value: Traced) -> tuple[TracedStep, ...] | None:
+        """Return the steps that make a value of weights and constants; None if it depends on anything else."""
+        steps = self.closure(self.root(value), ())
+        origins = {entry.origin for entry in self.entries(steps)} if steps else {self.root(value).origin}
+        return steps if "parameter" in origins and "made" not in origins else None
+
 
 def whole_in(steps: Iterable[TracedStep]) -> frozenset[Dim]:
     """Return the dims that some steps need whole, or sum over."""

@@ -101,16 +101,18 @@ def _products(flow: SegmentFlow) -> Iterator[Piece]:
 
 
 def _shift(flow: SegmentFlow, product: Piece) -> Piece | None:
-    """Return the sum of a product with its bias, if that is all that reads it."""
+    """Return the sum of a product with its bias, if that is all that reads it; the bias may be joined of several."""
     readers = flow.readers.get(product.makes, ())
     if len(readers) != 1 or name_of(readers[0]) not in ("add", "add_") or len(readers[0].reads) != 2:
         return None
-    bias = [read for read in readers[0].reads if flow.root(read.value).origin == "parameter"]
-    if len(bias) != 1 or not {*bias[0].dims} < {*product.dims}:
+    biases = [(read, flow.of_weights(read.value)) for read in readers[0].reads]
+    bias, steps = next(((read, steps) for read, steps in biases if steps is not None), (None, ()))
+    least = product.dims if not steps else product.weights[0].dims  # what is joined has no dims of tokens
+    if bias is None or not {*bias.dims} < {*product.dims} or not {*bias.dims} <= {*least}:
         return None
-    weight = WeightPart(value=flow.root(bias[0].value), dims=bias[0].dims)
+    weight = WeightPart(value=flow.root(bias.value), dims=bias.dims)
     return Piece(
-        kind="shift", steps=(readers[0],), reads=(product.makes,), makes=readers[0].makes, weights=(weight,),
+        kind="shift", steps=(*steps, readers[0]), reads=(product.makes,), makes=readers[0].makes, weights=(weight,),
         dims=product.dims,
     )  # fmt: skip
 

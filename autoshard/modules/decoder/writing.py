@@ -197,6 +197,8 @@ class LineWriter:
         heads = {"kv_heads", "q_group"}  # of which one may be of size 1, and not be in the code
         same = next((dims for _, dims in read if {*dims} - heads == {*result_dims} - heads), None)
         dims = same or in_order(result_dims)
+        if self.roles and piece in self.roles.of_queries and "head_dim" in dims:
+            dims = in_order(_with_groups(dims))
         not_empty = [weight for weight in piece.weights if size_of(weight.dims)]
         weights = [self._weight(f"{name}.weight{number or ''}", weight) for number, weight in enumerate(not_empty)]
         inputs = [

@@ -87,6 +87,36 @@ class LowRank(Layer):
         return eight(query), eight(self.key(x)), eight(self.value(x))
 
 
+class Joined(Layer):
+    """Queries, keys and values are one product, whose bias is joined of parts: keys have none, as in BEiT."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.query, self.key, self.value
+        self.all_three = nn.Linear(64, 192, bias=False)
+        self.query_bias, self.value_bias = (nn.Parameter(torch.ones(64)) for _ in range(2))
+
+    def product(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(
+            x, self.all_three.weight, torch.cat([self.query_bias, torch.zeros_like(self.query_bias), self.value_bias])
+        )
+
+    def heads(self, x: torch.Tensor) -> Any:
+        return self.product(x).view(*x.shape[:2], 3, -1, 8).permute(2, 0, 3, 1, 4)
+
+
+class Stretched(Layer):
+    """Queries, keys and values are one product, which is scaled by numbers of its own before it is divided."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.query, self.key, self.value
+        self.all_three, self.scale = nn.Linear(64, 192), nn.Parameter(torch.ones(192))
+
+    def heads(self, x: torch.Tensor) -> Any:
+        return (self.all_three(x) * self.scale).view(*x.shape[:2], 3, -1, 8).permute(2, 0, 3, 1, 4)
+
+
 class Scaled(Layer):
     """A number scales each branch."""
 
@@ -280,6 +310,22 @@ def test_a_table_of_positions_as_long_as_the_sequence_is_in_the_plan_whole():
     model = read_decoder(module, 96)
     assert model.traced and not any("parameters" in note for note in model.traced.unlifted)
     assert model.num_parameters == sum(parameter.numel() for parameter in module.parameters())
+
+
+def test_a_bias_that_is_joined_of_parts_is_that_of_queries_keys_and_values():
+    model = read_decoder(on_meta(of(Joined)), TOKENS)
+    assert model.traced and not [line for line in model.traced.layer if "Opaque" in line]
+    shifted = [line.split(" = ")[0] for line in model.traced.layer if "_shift = Add of" in line]
+    assert {"q_shift", "k_shift", "v_shift"} <= {*shifted}
+    (note,) = model.traced.unlifted
+    assert "has 128 parameters more" in note and "some are constants, or used more than once" in note
+
+
+def test_queries_that_are_planned_by_their_work_have_both_dims_of_their_heads():
+    model = read_decoder(on_meta(of(Stretched)), TOKENS)
+    assert model.traced and (model.num_heads, model.num_kv_heads, model.head_dim) == (8, 8, 8)
+    (queries,) = (line for line in model.traced.layer if line.startswith("q_own = "))
+    assert '"dims": ["batch", "seq", "kv_heads", "q_group", "head_dim"]' in queries
 
 
 def test_what_sums_over_a_dim_needs_it_whole():
