@@ -37,6 +37,7 @@ BENCHMARKS: Mapping[str, str] = {
     "shard_module": "benchmarks.shard_module:run",
     "bytes_vs_gspmd": "benchmarks.bytes_vs_gspmd:run",
     "foreign_modules": "benchmarks.foreign_modules.table:run",
+    "foreign_stacks": "benchmarks.foreign_stacks.table:run",
     "sweep_overhead": "benchmarks.sweep_overhead:run",
 }
 
@@ -47,4 +48,4 @@ SUITES: Mapping[str, str] = {
 }
 
 # Benchmarks that take many minutes, which ``all`` leaves out.
-LONG = ("foreign_modules",)
+LONG = ("foreign_modules", "foreign_stacks")
