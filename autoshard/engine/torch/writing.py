@@ -69,7 +69,7 @@ class Variables:
     def call(self, tensor: torch.Tensor, value: str) -> None:
         """Name a tensor after a value, unless it has a name."""
         if id(tensor) not in self.names:
-            name = re.sub(r"\W", "_", value)
+            name = re.sub(r"\W|^(?=\d)", "_", value)
             while (
                 keyword.iskeyword(name) or name in self.tensors or name in _RESERVED or re.match(r"[tc_\d]\d*$", name)
             ):
