@@ -72,6 +72,18 @@ class Told(nn.Module):
         return self.module(tokens, targets)[1]
 
 
+class Translator(nn.Module):
+    """A module that takes two texts, and returns its loss."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        """Return the loss of a batch."""
+        return self.module(input_ids=input_ids, labels=labels, use_cache=False).loss
+
+
 class Hidden(nn.Module):
     """A module that tells words that were hidden."""
 
@@ -133,6 +145,12 @@ def _encoder(name: str, **options: Any) -> Made:
     return module, {"input_ids": words, "labels": words}
 
 
+def _texts(name: str, **options: Any) -> Made:
+    model = _of(f"transformers:{name}ForConditionalGeneration", _of(f"transformers:{name}Config", **options))
+    words = torch.arange(4 * LENGTH).reshape(4, LENGTH) % WORDS
+    return Translator(model), {"input_ids": words, "labels": words[:, : LENGTH - 4].contiguous()}
+
+
 def _pixels(name: str) -> Made:
     def make() -> nn.Module:
         config = _of(f"transformers:{name}Config", **_PIXELS)
@@ -152,12 +170,17 @@ exaone4 = partial(_decoder, "Exaone4", sliding_window=8, sliding_window_pattern=
 olmo3 = partial(_decoder, "Olmo3", sliding_window=8, layer_types=["sliding_attention", "full_attention"] * 2)
 lfm2 = partial(_decoder, "Lfm2", layer_types=["conv", "full_attention"] * 2, block_multiple_of=8)
 mamba2 = partial(_decoder, "Mamba2", state_size=4, num_heads=8, head_dim=8, n_groups=2, chunk_size=8)
-jamba = partial(
-    _decoder, "Jamba", mamba_d_state=4, num_experts=2, use_mamba_kernels=False, mamba_dt_rank=4, attn_layer_period=2,
-    attn_layer_offset=1,
-)  # fmt: skip
 bert = partial(_encoder, "Bert", hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
 modern_bert = partial(_encoder, "ModernBert", cls_token_id=3, sep_token_id=4)
+t5 = partial(
+    _texts, "T5", vocab_size=WORDS, d_model=32, d_kv=8, d_ff=64, num_layers=LAYERS, num_heads=4, dropout_rate=0.0,
+    decoder_start_token_id=0,
+)  # fmt: skip
+bart = partial(
+    _texts, "Bart", vocab_size=WORDS, d_model=32, encoder_layers=LAYERS, decoder_layers=LAYERS,
+    encoder_attention_heads=4, decoder_attention_heads=4, encoder_ffn_dim=64, decoder_ffn_dim=64,
+    max_position_embeddings=32, dropout=0.0, attention_dropout=0.0, activation_dropout=0.0, pad_token_id=1,
+)  # fmt: skip
 hf_vit, dino_v2 = partial(_pixels, "ViT"), partial(_pixels, "Dinov2")
 
 STACKS = (
@@ -173,9 +196,10 @@ STACKS = (
     ForeignStack(name="OLMo 3", package="transformers", function="olmo3"),
     ForeignStack(name="LFM2", package="transformers", function="lfm2"),
     ForeignStack(name="Mamba-2", package="transformers", function="mamba2"),
-    ForeignStack(name="Jamba", package="transformers", function="jamba"),
     ForeignStack(name="BERT", package="transformers", function="bert"),
     ForeignStack(name="ModernBERT", package="transformers", function="modern_bert"),
+    ForeignStack(name="T5", package="transformers", function="t5"),
+    ForeignStack(name="BART", package="transformers", function="bart"),
     ForeignStack(name="ViT", package="transformers", function="hf_vit"),
     ForeignStack(name="DINOv2", package="transformers", function="dino_v2"),
 )
