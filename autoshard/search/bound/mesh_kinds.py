@@ -34,7 +34,7 @@ class MeshKinds:
         for variant in legal.variants:
             self.variants[variant.terms].append(variant)
         self.cuttings: list[tuple[Terms, Cutting, Ints]] = []  # with the layouts that they serve
-        self.refused: list[InputError] = []  # why kinds cannot keep to what is pinned
+        self.refused: list[InputError] = []  # why the blocks of kinds cannot be cut
         self.unpriced: list[tuple[Terms, Ints]] = []
         self.least_left = np.inf  # bound of the layouts that were left uncut because they take far too long
         self._layouts: dict[tuple[Terms, CpOrder | None], Ints] = {}
@@ -65,10 +65,12 @@ class MeshKinds:
         try:
             cuttings = self._pricer.cuttings(layouts, self.pinned(terms), self._goal.effort.gap) if len(layouts) else ()
             plain = self.priced(terms, cuttings) if cuttings else []
-        except InputError as fault:
-            if not self._pins:
+        except InputError as fault:  # pins, or dims that stay whole, may leave a kind no way to cut its blocks
+            if not self._pins and self._pricer.question.model.traced is None:
                 raise
             self.refused.append(fault)
+            for variant in self.variants[terms]:
+                records.bound_layouts(variant, layouts)
         del self.unpriced[0]
         return plain
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+import autoshard
 from autoshard.engine.torch.formats import Formats
 from autoshard.errors import InputError
 from autoshard.modules.capture import Captured, capture
@@ -85,6 +86,13 @@ def test_a_layer_that_attends_twice_is_planned_by_all_of_its_work():
     said = " ".join(model.traced.unlifted)
     assert "readers.0.attention.bias.weight goes along beside the hidden state" in said
     assert "FLOPs" not in said  # those of the plan are those of the code
+
+
+@pytest.mark.slow
+def test_meshes_on_which_no_cut_of_a_layer_is_legal_are_left_out_of_a_search():
+    model = read_decoder(*_named(MADE["BART"](2)))
+    result = autoshard.plan(model, "h100-80", nodes=8, global_batch=512, fix="tp=2")
+    assert result.plan.mesh.size("cp") == 1 and result.certificate.num_solved
 
 
 def _named(made: Made) -> tuple[nn.Module, None, Mapping[str, torch.Tensor]]:
