@@ -141,8 +141,8 @@ class ExportedModule:
     def buffers(self) -> Mapping[str, torch.dtype]:
         """The buffers that it reads, by path, with the formats in which it does."""
         specs = [spec for spec in self.program.graph_signature.input_specs if spec.kind.name == "BUFFER"]
-        formats = {node.name: node.meta["val"].dtype for node in self.nodes if node.op == "placeholder"}
-        return {spec.target: formats[spec.arg.name] for spec in specs}
+        values = {node.name: node.meta["val"] for node in self.nodes if node.op == "placeholder"}  # some are no tensors
+        return {spec.target: values[spec.arg.name].dtype for spec in specs}
 
     @cached_property
     def structure(self) -> tree.TreeSpec:

@@ -252,7 +252,7 @@ def test_explain_shows_every_block_and_writes_the_predicted_step_as_a_trace(type
     code, _, err = typed("explain plan.json --trace plan.json")
     assert code == 2 and "--trace plan.json: is the plan itself" in err and load(Path("plan.json"))
     keys = {"candidate", "blocks", "rules", "basis", "dollars", "prediction", "unlimited_s", "runners_up",
-            "certificate", "pipeline_ranks", "notes"}  # fmt: skip
+            "certificate", "gap", "pipeline_ranks", "notes"}  # fmt: skip
     assert set(json.loads(typed("explain plan.json --json")[1])) == keys
     Path("plan.json").write_text(json.dumps({**json.loads(Path("plan.json").read_text()), "micro_batch": 3}))
     code, out, _ = typed("explain plan.json --trace other.json")

@@ -1,6 +1,7 @@
 """Encoders with decoders, and layers that attend twice: what goes from part to part, and steps of the plain module."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -31,7 +32,7 @@ MADE = {**TRANSLATORS, **OF_TRANSFORMERS}
 CUTS = [  # a cut in the encoder, one in the decoder, and one at each layer
     ("tp=1,pp=2,dp=1,mbs=2,stages=1/3", 2), ("tp=1,pp=2,dp=1,mbs=2,stages=3/1", 2), ("tp=1,pp=4,dp=1,mbs=2", 4),
     ("tp=1,pp=1,cp=2,dp=1,mbs=2,cp_order=contiguous", 2), ("tp=1,pp=2,vp=2,dp=1,mbs=2,schedule=zb_v", 2),
-    ("tp=1,pp=2,dp=1,mbs=1,recompute=full", 2),
+    ("tp=1,pp=2,dp=1,mbs=2,recompute=full", 2),
 ]  # fmt: skip
 
 
@@ -131,8 +132,14 @@ def test_large_weights_that_layers_share_are_refused():
         read_decoder(*_named((Sharing(), own.translator()[1])))
 
 
+def may_run(case: Any) -> bool:
+    """Timesformer joins frames with samples, which ranks of dp have apart: that is refused."""
+    name, (text, _) = case.values
+    return name != "Timesformer" or "dp=1" in text
+
+
 @pytest.mark.parametrize(
-    ("name", "layout"), [*covering(MADE, LAYOUTS), *covering(TRANSLATORS, CUTS)],
+    ("name", "layout"), [case for case in (*covering(MADE, LAYOUTS), *covering(TRANSLATORS, CUTS)) if may_run(case)],
     ids=lambda value: value if isinstance(value, str) else value[0],
 )  # fmt: skip
 def test_steps_are_those_of_the_plain_module(name: str, layout: tuple[str, int]):
