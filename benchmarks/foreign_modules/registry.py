@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from autoshard.errors import InputError
+
 Call = Sequence[Any] | Mapping[str, Any]
 
 
@@ -64,6 +66,15 @@ PACKAGES: Mapping[str, Package] = {
     "g-mlp-pytorch": _pip("g_mlp_pytorch", "0.1.5", "MIT", "g-mlp-pytorch"),
     "mlp-mixer-pytorch": _pip("mlp_mixer_pytorch", "0.3.1", "MIT", "mlp-mixer-pytorch"),
 }  # fmt: skip
+
+
+def absent_of(packages: Mapping[str, Package], *, write: bool) -> list[str]:
+    """Return which packages are not installed; to ``write`` a page needs all."""
+    absent = [name for name, package in packages.items() if not package.is_installed]
+    if write and absent:
+        missing = "; ".join(f"{name}: {packages[name].install}" for name in absent)
+        raise InputError.of("--write", f"needs all packages. Install {missing}")
+    return absent
 
 
 def made(path: str, *args: Any, **kwargs: Any) -> Callable[[], torch.nn.Module]:

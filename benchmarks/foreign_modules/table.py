@@ -3,10 +3,9 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from autoshard.errors import InputError
 from benchmarks.foreign_modules.catalogue import MODULES
 from benchmarks.foreign_modules.ranks import EQUAL, FAILED, REFUSED, WRONG, Outcome, compared
-from benchmarks.foreign_modules.registry import PACKAGES, ForeignModule
+from benchmarks.foreign_modules.registry import PACKAGES, ForeignModule, absent_of
 from benchmarks.pages import ROOT, head, line, with_table
 from benchmarks.result import Extra, Result
 
@@ -21,10 +20,7 @@ Tried = Sequence[tuple[ForeignModule, Outcome]]
 
 def run(write: bool = False) -> Result:
     """Try every module whose package is installed; write the page if asked to, which needs all packages."""
-    absent = [name for name, package in PACKAGES.items() if not package.is_installed]
-    if write and absent:
-        missing = "; ".join(f"{name}: {PACKAGES[name].install}" for name in absent)
-        raise InputError.of("--write", f"needs all packages. Install {missing}")
+    absent = absent_of(PACKAGES, write=write)
     tried = [(module, compared(module)) for module in MODULES if module.package not in absent]
     if write:
         PAGE.write_text(page_text(PAGE.read_text(encoding="utf-8"), tried), encoding="utf-8")

@@ -3,8 +3,7 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from autoshard.errors import InputError
-from benchmarks.foreign_modules.registry import PACKAGES
+from benchmarks.foreign_modules.registry import PACKAGES, absent_of
 from benchmarks.foreign_stacks.catalogue import STACKS, ForeignStack
 from benchmarks.foreign_stacks.curves import CLUSTERS, EQUAL, FAILED, REFUSED, WRONG, Outcome, tried
 from benchmarks.pages import ROOT, head, line, with_table
@@ -21,11 +20,7 @@ Outcomes = Sequence[tuple[ForeignStack, Outcome]]
 
 def run(write: bool = False) -> Result:
     """Try every stack whose package is installed; write the page if asked to, which needs all packages."""
-    packages = {stack.package: PACKAGES[stack.package] for stack in STACKS}
-    absent = [name for name, package in packages.items() if not package.is_installed]
-    if write and absent:
-        missing = "; ".join(f"{name}: {packages[name].install}" for name in absent)
-        raise InputError.of("--write", f"needs all packages. Install {missing}")
+    absent = absent_of({stack.package: PACKAGES[stack.package] for stack in STACKS}, write=write)
     outcomes = [(stack, tried(stack)) for stack in STACKS if stack.package not in absent]
     if write:
         PAGE.write_text(page_text(PAGE.read_text(encoding="utf-8"), outcomes), encoding="utf-8")
