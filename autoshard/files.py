@@ -1,13 +1,18 @@
 """Files that are whole or absent: written aside, brought to the disk, and renamed over what was there."""
 
 import errno
+import fcntl
 import os
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import IO
 
 _ASIDE = ".partial"  # ends the hidden name of a file that is being written
 _MODE = 0o666  # less what the umask takes
+# Answers of file systems that bring no folder to the disk, and need not: CIFS, and many in user space.
+_NOTHING_TO_BRING = {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF}
+_LOCKED = {errno.EWOULDBLOCK, errno.EACCES}
 
 
 class FolderPath(type(Path())):
@@ -88,10 +93,24 @@ def bring_to_disk(folder: Path) -> None:
     """Make the names in a folder last; some file systems have no such thing and need none."""
     number = os.open(folder, os.O_RDONLY)
     try:
-        with suppress(OSError):
-            os.fsync(number)
+        os.fsync(number)
+    except OSError as error:
+        if error.errno not in _NOTHING_TO_BRING:
+            raise OSError(error.errno, error.strerror, str(folder)) from error
     finally:
         os.close(number)
+
+
+def takes_lock(file: IO[str]) -> bool:
+    """Take the lock of a file if nobody has it; a file system that has no locks fails, and names the file."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in _LOCKED:
+            return False
+        reason = f"it takes no lock ({error.strerror}), which keeps two processes apart. Mount it with locks"
+        raise OSError(error.errno, reason, file.name) from error
+    return True
 
 
 def is_aside(path: Path) -> bool:

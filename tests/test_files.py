@@ -1,15 +1,19 @@
 """Files that are replaced are whole at every moment, whatever ends the process."""
 
+import errno
+import fcntl
 import os
 import signal
 import stat
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
-from autoshard.files import is_aside, replace_text
+from autoshard.files import is_aside, replace_text, takes_lock
+from autoshard.runtime.checkpoint.storage import Storage, StorageError
 
 KILLED_AT = """
 import os, signal, sys
@@ -78,3 +82,38 @@ def test_a_full_disk_leaves_the_old_text_and_nothing_else(tmp_path: Path, monkey
         replace_text(path, "new")
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(("number", "fails"), [(errno.EINVAL, False), (errno.EOPNOTSUPP, False), (errno.EIO, True)])
+def test_only_a_disk_that_fails_refuses_to_make_the_names_in_a_folder_last(
+    number: int, fails: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CIFS and file systems in user space answer EINVAL for a folder: a run there would save no checkpoint."""
+    real = os.fsync
+
+    def fsync(file: int) -> None:
+        if stat.S_ISDIR(os.fstat(file).st_mode):
+            raise OSError(number, os.strerror(number))
+        real(file)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    (tmp_path / "a").mkdir()
+    for act in (
+        lambda: Storage.of(str(tmp_path)).rename("a", "b"),
+        lambda: replace_text(tmp_path / "plan.json", "{}"),
+    ):
+        with pytest.raises((OSError, StorageError), match=str(tmp_path)) if fails else nullcontext():
+            act()
+
+
+def test_a_file_system_without_locks_is_no_other_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Lustre is that was mounted without ``flock``."""
+
+    def flock(*_: object) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    with (tmp_path / ".lock").open("w") as file, (tmp_path / ".lock").open("w") as other:
+        assert takes_lock(file) and not takes_lock(other)
+        monkeypatch.setattr(fcntl, "flock", flock)
+        with pytest.raises(OSError, match=r"it takes no lock \(Function not implemented\).*/\.lock"):
+            takes_lock(file)

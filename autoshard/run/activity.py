@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from autoshard.files import naming
 from autoshard.run.folder import POSITIONS
 
 _STATES = {"T": "stopped by a signal", "t": "stopped by a debugger", "Z": "dead", "D": "in uninterruptible sleep"}
@@ -49,7 +50,8 @@ class RankActivity:
             path.parent.mkdir(parents=True, exist_ok=True)
             number = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
             try:
-                os.pwrite(number, bytes(_RECORD.size), 0)  # never shorter: another record of this rank may be mapped
+                with naming(path):  # never shorter: another record of this rank may be mapped
+                    os.pwrite(number, bytes(_RECORD.size), 0)
                 self._memory = mmap.mmap(number, _RECORD.size)
             finally:
                 os.close(number)

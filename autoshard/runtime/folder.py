@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import fields
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any, cast
 
 from autoshard.errors import InputError, RunFailed, file_faults
-from autoshard.files import append_line, naming
+from autoshard.files import append_line, naming, takes_lock
 from autoshard.plan.plan import Plan
 from autoshard.run.folder import ATTEMPTS, CHECKPOINTS, LOCK, LOGS, PLAN, TRAINING, precedes_plan
 from autoshard.spec.files import json_line
@@ -31,7 +31,7 @@ def locked(folder: Path) -> Iterator[None]:
         file = (folder / LOCK).open("a+", encoding="utf-8")
     with file:
         end_s = time.monotonic() + _FREED_S
-        while not (is_mine := _takes(file)) and time.monotonic() < end_s:
+        while not (is_mine := takes_lock(file)) and time.monotonic() < end_s:
             time.sleep(0.1)
         if not is_mine:
             file.seek(0)
@@ -42,15 +42,6 @@ def locked(folder: Path) -> Iterator[None]:
             file.write(f"process {os.getpid()} on {socket.gethostname()}")
             file.flush()
         yield
-
-
-def _takes(file: IO[str]) -> bool:
-    """Take the lock of a file if nobody has it."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True
 
 
 def holds_files(folder: Path) -> bool:

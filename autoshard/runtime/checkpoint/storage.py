@@ -15,6 +15,7 @@ from fsspec.implementations.local import LocalFileSystem
 from fsspec.spec import AbstractBufferedFile
 
 from autoshard.errors import InputError
+from autoshard.files import bring_to_disk
 
 Value = TypeVar("Value")
 
@@ -158,9 +159,9 @@ class Storage:
         """Rename a local folder, so that its new name and its files survive a power cut."""
         assert self.is_local, "stores rename by copying"
         with _named(self.path(to)):
-            _synchronise(self.path(name))
+            bring_to_disk(Path(self.path(name)))
             Path(self.path(name)).rename(self.path(to))
-            _synchronise(self.root)
+            bring_to_disk(Path(self.root))
 
     def _entries(self, folder: str) -> list[tuple[str, Any]]:
         path = self.path(folder)
@@ -199,15 +200,6 @@ def _answered(operation: Callable[[], Value]) -> Value:
     if not answer.done():
         raise TimeoutError(errno.ETIMEDOUT, f"the store did not answer for {ANSWER_S:g} s")
     return answer.result()
-
-
-def _synchronise(folder: str) -> None:
-    """Make the names in a folder survive a power cut."""
-    number = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(number)
-    finally:
-        os.close(number)
 
 
 @contextmanager

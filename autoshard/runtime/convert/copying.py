@@ -1,6 +1,5 @@
 """The copy itself: file by file from a source, in threads, in little memory, taken up after a kill."""
 
-import fcntl
 import hashlib
 import json
 import math
@@ -16,8 +15,8 @@ from typing import IO, Literal
 import torch
 
 from autoshard.engine.patches import Patch
-from autoshard.errors import InputError
-from autoshard.files import naming
+from autoshard.errors import require
+from autoshard.files import naming, takes_lock
 from autoshard.runtime.checkpoint.files import header_of
 from autoshard.runtime.convert.stored import StateFile, WeightSource, square
 from autoshard.runtime.futures import as_they_end
@@ -108,10 +107,7 @@ class Copying:
 
     def _begun(self, journal: IO[str]) -> dict[str, WrittenFile]:
         """Take up the journal of this same conversion; anything else in the folder is removed."""
-        try:
-            fcntl.flock(journal, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise InputError.of(str(self._folder), "another process converts into it. Wait for it") from None
+        require((takes_lock(journal), str(self._folder), "another process converts into it. Wait for it"))
         stats = {
             file: Path(file).stat()
             for file in sorted({file for tensor in self._source.stored for file in tensor.files})

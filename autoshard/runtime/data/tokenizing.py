@@ -4,7 +4,6 @@ What a piece of work is follows from the source alone, and each becomes files of
 the same for any number of processes and however often the work was interrupted.
 """
 
-import fcntl
 import functools
 import multiprocessing
 import os
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from autoshard.errors import Fault, InputError, RunFailed, require
-from autoshard.files import remove_asides
+from autoshard.files import remove_asides, takes_lock
 from autoshard.runtime.data.documents import FilePart, TextSource, Where, documents
 from autoshard.runtime.data.indexed import IndexedWriter, dtype_of, sibling_file
 from autoshard.runtime.data.opened import (
@@ -163,11 +162,8 @@ def _claimed(work: _Begun, out: Path) -> Iterator[None]:
     """Reserve a folder for this work: a lock keeps other processes out, and other work is refused."""
     path = out / _WORK
     with (out / _LOCK).open("a") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            message = "another process tokenizes into it. Wait for it, or give another --out"
-            raise InputError.of(str(out), message) from None
+        busy = "another process tokenizes into it. Wait for it, or give another --out"
+        require((takes_lock(file), str(out), busy))
         message = (
             "holds unfinished work on another source, or with another tokenizer, or the source has changed "
             "since. Give another --out, or remove the folder"
