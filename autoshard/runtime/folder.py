@@ -1,6 +1,6 @@
 """The folder of a run: who writes to it, what was started in it before, and under which plan."""
 
-import fcntl
+import itertools
 import json
 import os
 import socket
@@ -49,6 +49,12 @@ def holds_files(folder: Path) -> bool:
     if not folder.is_dir():
         return folder.exists()
     return not all(map(precedes_plan, folder.iterdir()))
+
+
+def free_sibling(folder: Path) -> Path:
+    """Return the name of a sibling folder that does not exist yet."""
+    names = (folder.with_name(f"{folder.name}-{number}") for number in itertools.count(2))
+    return next(name for name in names if not name.exists())
 
 
 def refuse_other_run(folder: Path, before: Plan | None, plan: Plan) -> None:

@@ -14,6 +14,8 @@ from autoshard.spec import record
 from autoshard.spec.files import json_line
 from autoshard.spec.training import Training
 
+_PREDICTS = ("expert_imbalance",)  # fields of a workload that train nothing
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartBefore:
@@ -144,13 +146,23 @@ def start_options(
     return training, [*notes, *([f"as at the last start: {', '.join(unchanged)}"] if unchanged else [])]
 
 
-def length_notes(before: Plan | None, plan: Plan, progress: Progress | None) -> list[str]:
-    """Say that a run goes on with samples of another length: its next sample has a number among new ones."""
-    was, now = (before or plan).workload.seq_len, plan.workload.seq_len
-    if progress is None or was == now:
+def workload_notes(before: Plan | None, plan: Plan, progress: Progress | None) -> list[str]:
+    """Say what a run that goes on trains otherwise under its new plan: another cut keeps its curve, and this does not.
+
+    After a change of the length its next sample has a number among new ones.
+    """
+    if progress is None or before is None:
         return []
-    drawn = "The data is cut anew and drawn in another order: some of it comes again before the rest was seen"
-    return [f"changed since the last start: seq_len was {was}, now {now}. {drawn}"]
+    was, now = (
+        record.encode(workload) | {"precision": workload.precision.name}
+        for workload in (before.workload, plan.workload)
+    )
+    drawn = ". The data is cut anew and drawn in another order: some of it comes again before the rest was seen"
+    return [
+        f"changed since the last start: {name} was {was.get(name)}, now {now[name]}{drawn * (name == 'seq_len')}"
+        for name in now
+        if was.get(name) != now[name] and name not in _PREDICTS
+    ]
 
 
 def _is_stated(name: str, stated: Collection[str]) -> bool:

@@ -104,7 +104,7 @@ def _continued(plan: Plan, run: Run, engine: Engine, group: Any) -> Begun | None
 
 
 def _refuse_other(index: CheckpointIndex, pieces: Sequence[StatePiece], storage: Storage) -> None:
-    remedy = "Give the run the model and the optimizer of the checkpoint, or start it with --resume never"
+    remedy = "Give the run the model and the optimizer of the checkpoint, or type another --out"
     shapes = {piece.name: piece.whole for piece in pieces}
     refuse_other(index, shapes, storage.path(folder_of(index.state.step)), remedy)
 

@@ -2,10 +2,12 @@
 
 import math
 import os
+import shutil
 import signal
 import threading
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
+from itertools import starmap
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from autoshard.run.reports import Started, TimedStep
 from autoshard.runtime import folder
 from autoshard.runtime.folder import allow_attempts, count_attempt, locked, note_stepped, refuse_other_run
 from autoshard.runtime.metrics.log import MetricsLog
-from autoshard.runtime.restart import start_before
+from autoshard.runtime.restart import start_before, training_text
 from autoshard.spec.training import Training
 from tests.runtime.cases import children_of, started, tiny_plan, wait_until, write_tiny
 
@@ -52,6 +54,31 @@ def test_a_start_waits_until_what_a_kill_has_orphaned_is_gone(tmp_path: Path) ->
             threading.Timer(4.0, held.close).start()
             said = process.communicate(timeout=400)[1]
     assert process.returncode == 0, said
+
+
+@pytest.mark.ranks
+def test_a_start_that_its_ranks_or_another_start_refuses_leaves_plan_and_options_as_they_were(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    plan = tiny_plan("tp=1,pp=1,dp=1")
+    (tmp_path / "adamw.json").write_text(dump(plan))
+    (tmp_path / "sgd.json").write_text(dump(replace(plan, workload=replace(plan.workload, optimizer="sgd"))))
+    first, run = ["run", "sgd.json", "--out", "run", "--steps", "1"], tmp_path / "run"
+    with ExitStack() as held:  # a start that waits finds what the other one has done meanwhile
+        held.enter_context(locked(run))
+        files = {run / "plan.json": dump(plan), run / "training.json": training_text(Training())}
+        change = threading.Timer(1.0, lambda: [*starmap(Path.write_text, files.items()), held.close()])
+        change.start()
+        assert main(first) == 3 and "another start has changed run" in capsys.readouterr().err
+        change.join()
+        assert all(path.read_text() == text for path, text in files.items())
+    shutil.rmtree(run)
+    assert main(first) == 0
+    before = {path: path.read_text() for path in files}
+    assert main(["run", "adamw.json", "--out", "run", "--steps", "2"]) == 2
+    assert "does not fit: moment1/" in capsys.readouterr().err
+    assert all(path.read_text() == text for path, text in before.items())
 
 
 def test_another_model_and_other_files_are_refused(tmp_path: Path) -> None:

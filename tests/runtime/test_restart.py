@@ -14,13 +14,14 @@ from autoshard.plan.codec import dump
 from autoshard.runtime.restart import (
     Progress,
     StartBefore,
-    length_notes,
     refuse_strange_place,
     start_before,
     start_options,
     training_text,
+    workload_notes,
 )
 from autoshard.spec.training import AdamWConstants, Checkpointing, DataSpec, RateSchedule, Training
+from autoshard.spec.workload import Precision
 from tests.runtime.cases import tiny_plan, write_tiny
 from tests.runtime.training_cases import plan_of, trained
 
@@ -53,13 +54,18 @@ def test_what_is_not_stated_stays_and_what_is_stated_is_named() -> None:
     )
 
 
-def test_a_run_that_goes_on_with_samples_of_another_length_says_so() -> None:
+def test_a_run_that_goes_on_with_another_workload_says_so() -> None:
     before, progress = plan_of("tp=1,pp=1,dp=1"), Progress(step=3, seed=0)
-    longer = replace(before, workload=replace(before.workload, seq_len=2 * before.workload.seq_len))
-    (note,) = length_notes(before, longer, progress)
-    assert note.startswith("changed since the last start: seq_len was 8, now 16. The data is cut anew")
-    assert not length_notes(before, longer, None) and not length_notes(None, longer, progress)
-    assert not length_notes(before, before, progress)
+    longer = replace(before.workload, seq_len=16, optimizer="sgd", precision=Precision.named("fp32"))
+    after = replace(before, workload=replace(longer, expert_imbalance=0.1))
+    length, *others = workload_notes(before, after, progress)
+    assert length.startswith("changed since the last start: seq_len was 8, now 16. The data is cut anew")
+    assert others == [
+        "changed since the last start: precision was bf16, now fp32",
+        "changed since the last start: optimizer was adamw, now sgd",
+    ]
+    assert not workload_notes(before, after, None) and not workload_notes(None, after, progress)
+    assert not workload_notes(before, plan_of("tp=1,pp=1,dp=2"), progress)
 
 
 def test_paths_mean_the_same_wherever_the_next_start_is_typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

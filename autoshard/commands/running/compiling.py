@@ -5,13 +5,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from autoshard.commands.output import print_answer
-from autoshard.commands.running.execution import free_sibling
 from autoshard.cost.predict import MOST_INSTRUCTIONS, most_instructions
 from autoshard.errors import InputError, RunFailed, file_faults, require
 from autoshard.extensions import EXTENSIONS
 from autoshard.plan.plan import Plan
 from autoshard.run.protocol import Run
 from autoshard.runtime.compiling import Compiled, compiled_of, streamed
+from autoshard.runtime.folder import free_sibling
 from autoshard.runtime.launch import GivenRank, node_words, put_environment
 from autoshard.runtime.machine import COMPILER, refuse_without_compiler
 from autoshard.units import format_count

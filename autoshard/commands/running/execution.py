@@ -1,7 +1,6 @@
 """One run: its folder, its start and restarts, its printed steps, and its tables at the end."""
 
 import datetime
-import itertools
 import json as json_text
 import secrets
 import signal
@@ -33,6 +32,7 @@ from autoshard.runtime.evaluating import refuse_evaluation
 from autoshard.runtime.folder import (
     allow_attempts,
     count_attempt,
+    free_sibling,
     holds_files,
     locked,
     note_end,
@@ -54,12 +54,13 @@ from autoshard.runtime.metrics.log import records_in
 from autoshard.runtime.metrics.trackers import refuse_without_packages
 from autoshard.runtime.restart import (
     StartBefore,
-    length_notes,
     place_of,
     refuse_strange_place,
     resume_point,
+    start_before,
     start_options,
     training_text,
+    workload_notes,
 )
 from autoshard.runtime.watchdog import Watch
 from autoshard.spec.cluster import LOCAL
@@ -192,6 +193,7 @@ class RunDisplay:
             run, platform = self._execution.run, self._execution.platform
             self.begun_after, self._stepped = message.step, False
             count_attempt(run.folder, message.step, max(_MOST_STARTS, self._execution.restarts + 1))
+            _write_start(self._execution)
             for note in message.notes:
                 self.note(note)
             self.steps = StepDisplay(
@@ -246,23 +248,26 @@ def _taken_over(execution: Execution) -> Execution:
         refuse_other_run(folder, before.plan, execution.plan)
     if execution.tried:
         return execution
+    to = training.checkpoint.to if "checkpoint.to" in execution.stated else None
+    if run.resume != "never" and start_before(folder, to) != before:
+        raise RunFailed(f"another start has changed {folder} while this one waited for it. Type the same command again")
     refuse_strange_place(folder, training, before.training, run.resume)
     saves = training.checkpoint.saves and run.resume != "never"
     progress = resume_point(place_of(folder, training.checkpoint.to), run.resume) if saves else None
     training, notes = start_options(training, execution.stated, before.training, progress)
-    notes = (*execution.notes, *length_notes(before.plan, execution.plan, progress), *notes)
+    notes = (*execution.notes, *workload_notes(before.plan, execution.plan, progress), *notes)
     return replace(execution, run=replace(run, training=training), notes=notes)
 
 
 def _begin(execution: Execution, launched: GivenRank | None) -> None:
-    """Write the plan into the folder of the run, and print what is going to run."""
-    run, plan, training = execution.run, execution.plan, execution.run.training
+    """Prepare the folder of the run, and print what is going to run."""
+    run, plan, training, before = execution.run, execution.plan, execution.run.training, execution.before
     folder, notes = run.folder, list(execution.notes)
     if isinstance(run.resume, int):
         allow_attempts(folder)
     remove_asides(folder)
-    write_text(training_text(training), folder / TRAINING)
-    write_text(dump(plan), folder / PLAN)
+    if before.plan is None or before.training is None:  # else when ranks have taken the state over: they may refuse it
+        _write_start(execution)
     if execution.json:
         return
     ranks = "1 rank" if plan.mesh.num_ranks == 1 else f"{plan.mesh.num_ranks} ranks"
@@ -281,10 +286,11 @@ def _begin(execution: Execution, launched: GivenRank | None) -> None:
         print(f"note: {note}")
 
 
-def free_sibling(folder: Path) -> Path:
-    """Return the name of a sibling folder that does not exist yet."""
-    names = (folder.with_name(f"{folder.name}-{number}") for number in itertools.count(2))
-    return next(name for name in names if not name.exists())
+def _write_start(execution: Execution) -> None:
+    """Write into the folder of the run under which plan and options it goes on."""
+    folder = execution.run.folder
+    write_text(training_text(execution.run.training), folder / TRAINING)
+    write_text(dump(execution.plan), folder / PLAN)
 
 
 def _conclude(execution: Execution, report: RunReport, display: RunDisplay, output: LastingOutput) -> int:
