@@ -25,7 +25,7 @@ from autoshard.runtime.checkpoint.files import RunState
 from autoshard.runtime.checkpoint.saver import CheckpointLabel, Saver
 from autoshard.runtime.checkpoint.shelf import Shelf
 from autoshard.runtime.data.batches import PrefetchLoader, Prepared, StepShape
-from autoshard.runtime.data.opened import source_of
+from autoshard.runtime.data.opened import set_sizes, size_notes, source_of
 from autoshard.runtime.evaluating import Evaluator, NothingCounted
 from autoshard.runtime.forked import STOPS, handling
 from autoshard.runtime.launch import only_extracts
@@ -94,6 +94,10 @@ class _Loop:
             self._state, notes = begin(plan, run, self._engine, self._hosts)
         if not self._state.trackers:
             self._state = replace(self._state, trackers=run.trackers)
+        source = source_of(plan, replace(run.training.data, check="sizes"), self._state.seed)
+        sizes = set_sizes(source)
+        notes = (*notes, *size_notes(self._state.set_sizes, sizes))
+        self._state = replace(self._state, set_sizes=sizes)
         taken = [step for step in run.profile if step <= self._state.step]
         notes = (*notes, *(f"step {step} is not recorded: it was taken before this start" for step in taken))
         say(Started(step=self._state.step, notes=notes, trackers=self._state.trackers))
@@ -109,7 +113,6 @@ class _Loop:
         self._stopped = 0  # the signal that ends the run
         self._owes = False  # a save that was due while another one was under way
         self._failure, self._num_taken = "", 0
-        source = source_of(plan, replace(run.training.data, check="sizes"), self._state.seed)
         self.loader = PrefetchLoader(source, StepShape.of(plan), self._state.next_sample)
         self._evaluator = Evaluator.of(plan, run.training) if run.training.eval.sets else None
 

@@ -81,17 +81,19 @@ def generate(
         (ranks is None or ranks >= 1, "--ranks", f"must be at least 1, not {ranks}"),
     )
     try:
-        weights = _weights_in(source, step)
+        from autoshard.runtime.convert.ours import naming_removed
     except ModuleNotFoundError as error:
         raise InputError.of("autoshard generate", f"needs {error.name}: pip install 'autoshard[torch]'") from None
-    words = _opened(weights, tokenizer, source)
-    first = words.opened(prompt)
-    require((bool(first), "--prompt", f"has no token of {words.record.name}. Type some text"))
-    require((max(first) < weights.model.vocab, "--tokenizer", _foreign(words, weights.model)))
-    start_s = time.monotonic()
-    draw = temperature, top_k, seed
-    ask = _Ask(weights=weights, prompt=first, num_tokens=tokens, stop=words.record.eos, draw=draw)
-    added = ask.on_ranks(ranks)
+    with naming_removed(source):
+        weights = _weights_in(source, step)
+        words = _opened(weights, tokenizer, source)
+        first = words.opened(prompt)
+        require((bool(first), "--prompt", f"has no token of {words.record.name}. Type some text"))
+        require((max(first) < weights.model.vocab, "--tokenizer", _foreign(words, weights.model)))
+        start_s = time.monotonic()
+        draw = temperature, top_k, seed
+        ask = _Ask(weights=weights, prompt=first, num_tokens=tokens, stop=words.record.eos, draw=draw)
+        added = ask.on_ranks(ranks)
     if added is None:  # on another rank than the first
         return 0
     text, time_s = words.text(added), time.monotonic() - start_s

@@ -36,6 +36,7 @@ class RunState:
     best_loss: float | None = None
     judged_by: str = ""  # the sets of that evaluation
     unjudged: bool = False  # an evaluation after this step was broken off
+    set_sizes: tuple[tuple[str, int], ...] = ()  # of each set of the data, in tokens or samples
 
 
 @dataclass(frozen=True, slots=True)

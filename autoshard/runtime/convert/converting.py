@@ -30,7 +30,7 @@ from autoshard.runtime.convert.hf import (
 )
 from autoshard.runtime.convert.nxd import SourcePlan, finish_nxd, nxd_folder, nxd_outputs, nxd_source
 from autoshard.runtime.convert.of_code import SAFETENSORS, code_source, module_state, plan_of_code, write_state
-from autoshard.runtime.convert.ours import checkpoint_of, finish_ours, ours_outputs, ours_source
+from autoshard.runtime.convert.ours import checkpoint_of, finish_ours, naming_removed, ours_outputs, ours_source
 from autoshard.runtime.convert.squares import refuse_other_sums
 from autoshard.runtime.convert.stored import WeightSource
 from autoshard.spec.hf_reader import PACKED
@@ -162,7 +162,7 @@ class _SourceModel:
 def convert(conversion: Conversion, say: Callable[[CopyProgress], None]) -> Done:
     """Convert; a killed conversion is taken up, and nothing has its name before it is complete."""
     try:
-        with naming(conversion.target):
+        with naming_removed(conversion.source), naming(conversion.target):
             return _convert(conversion, say)
     except StorageError as error:
         raise InputError.of("autoshard convert", str(error)) from None

@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -9,7 +10,7 @@ import torch
 from autoshard.engine.hf_names import shapes_of
 from autoshard.engine.patches import whole
 from autoshard.engine.programs import programs_of
-from autoshard.errors import InputError
+from autoshard.errors import InputError, RunFailed
 from autoshard.plan.plan import Plan
 from autoshard.run.folder import CHECKPOINTS, INDEX, checkpoint_step, folder_of
 from autoshard.run.placement import MeshRank, StatePart, StatePiece
@@ -24,7 +25,7 @@ from autoshard.runtime.checkpoint.files import (
     dump_index,
 )
 from autoshard.runtime.checkpoint.shelf import Shelf, newest, refuse_other
-from autoshard.runtime.checkpoint.storage import Storage
+from autoshard.runtime.checkpoint.storage import Storage, StorageError
 from autoshard.runtime.convert.copying import Entry, TargetFile, WrittenFile
 from autoshard.runtime.convert.stored import WeightSource, read_tensors, with_checksum
 from autoshard.spec.model import ModelSpec
@@ -45,6 +46,25 @@ def checkpoint_of(path: Path) -> tuple[Path, CheckpointIndex] | None:
         if remarks:
             raise InputError.of(str(folder), "; ".join(remarks))
     return None
+
+
+@contextmanager
+def naming_removed(source: Path) -> Iterator[None]:
+    """Say of what could not be read that the run, which goes on, has removed checkpoints meanwhile."""
+    before = _steps_in(source)
+    try:
+        yield
+    except (InputError, RunFailed, StorageError, OSError) as error:
+        gone = ", ".join(map(str, sorted(before - _steps_in(source))))
+        if not gone:
+            raise
+        why = f"its run has saved newer checkpoints and removed that of step {gone} meanwhile ({error})"
+        raise InputError.of(str(source), f"{why}. Type the same command again") from error
+
+
+def _steps_in(source: Path) -> set[int]:
+    place = source / CHECKPOINTS if (source / CHECKPOINTS).is_dir() else source
+    return set(Shelf(storage=Storage.of(str(place))).steps()) if place.is_dir() else set()
 
 
 def ours_source(folder: Path, index: CheckpointIndex, model: ModelSpec) -> WeightSource:

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -168,6 +168,24 @@ def source_of(plan: Plan, spec: DataSpec, seed: int) -> SampleSource:
             return DrawnData(arguments=plan.code.data, seq_len=length, seed=seed)
         return MixedData.opened(spec.sets, plan.code.data, length, seed)
     return open_source(spec, seq_len=length, vocab=plan.model.vocab, seed=seed, separate=separate)
+
+
+def set_sizes(source: SampleSource) -> tuple[tuple[str, int], ...]:
+    """Return how many tokens or samples each set has, by which samples are numbered; nothing of data that is drawn."""
+    if isinstance(source, DataMixture):
+        return tuple((cut_stream.stream.name, cut_stream.stream.num_tokens) for cut_stream in source.sets)
+    return tuple((data_set.name, len(data_set)) for data_set in source.sets) if isinstance(source, MixedData) else ()
+
+
+def size_notes(before: Sequence[tuple[str, int]], now: Sequence[tuple[str, int]]) -> list[str]:
+    """Say that a run goes on with a set of another size: the number of its next sample is one in another order."""
+    was = dict(before)
+    drawn = "Its samples come in another order: some of them come again before the rest was seen"
+    return [
+        f"changed since the last start: {name} had {was[name]:,} tokens or samples, now {size:,}. {drawn}"
+        for name, size in now
+        if was.get(name, size) != size
+    ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

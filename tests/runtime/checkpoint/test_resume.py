@@ -8,6 +8,7 @@ import pytest
 
 from autoshard.errors import InputError, NotFinite
 from autoshard.runtime.checkpoint.files import load_index
+from autoshard.spec.training import DataSpec
 from tests.runtime.training_cases import Double, plan_of, trained
 from tests.slower import rest_is_slow
 
@@ -143,3 +144,15 @@ def saved(folder: Path, step: int) -> dict[str, list[tuple[int, ...]]]:
     """The checksums of everything in a checkpoint."""
     index = load_index((folder / "checkpoints" / f"step-{step:08}" / "index.json").read_bytes(), "")
     return {name: [(*box.offsets, box.crc32) for box in tensor.boxes] for name, tensor in index.tensors.items()}
+
+
+@pytest.mark.ranks
+def test_a_set_that_has_another_size_than_at_the_last_start_is_named(tmp_path: Path) -> None:
+    plan, text, run = plan_of("tp=1,pp=1,dp=1"), tmp_path / "a.txt", tmp_path / "run"
+    data = DataSpec(sets={str(text): 1.0})
+    text.write_text("abcd" * 100)
+    assert "tokens or samples" not in trained(plan, run, 1, data=data).notes
+    text.write_text("abcd" * 200)
+    grown = f"changed since the last start: {text} had 401 tokens or samples, now 801. Its samples come in another"
+    assert grown in trained(plan, run, 2, data=data).notes
+    assert "tokens or samples" not in trained(plan, run, 3, data=data).notes, "the checkpoint of step 2 knows it"

@@ -18,6 +18,7 @@ from autoshard.plan.plan import Plan
 from autoshard.run.placement import StatePiece
 from autoshard.run.protocol import Run
 from autoshard.runtime.convert.converting import form_of, read_weights
+from autoshard.runtime.convert.ours import naming_removed
 from autoshard.spec.model_catalogue import load_model
 from autoshard.spec.training import Training
 from autoshard.spec.workload import Precision
@@ -245,3 +246,15 @@ def test_a_checkpoint_that_a_kill_has_cut_off_is_said_to_be_none(name: str, tmp_
         form_of(folder)
     (folder / "config.json").write_text("{}")
     assert form_of(folder) == "hf"
+
+
+@pytest.mark.parametrize("removed", [False, True])
+def test_a_checkpoint_that_its_run_removes_while_it_is_read_is_named_as_such(removed: bool, tmp_path: Path) -> None:
+    for step in (2, 4):
+        (tmp_path / "checkpoints" / f"step-0000000{step}").mkdir(parents=True)
+    file = tmp_path / "checkpoints" / "step-00000002" / "rank-00000.safetensors"
+    says = "removed that of step 2 meanwhile .*Type the same command again" if removed else "No such file"
+    with pytest.raises(InputError if removed else FileNotFoundError, match=says), naming_removed(tmp_path):
+        if removed:
+            file.parent.rmdir()
+        raise FileNotFoundError(2, "No such file or directory", str(file))
