@@ -108,7 +108,8 @@ def _token(job: Job, start: str) -> list[str]:
     return [
         "# Every node must see what node 0 writes, or these folders are not shared.",
         f"token={job.hash[:12]}-{start}",
-        f"for folder in {folders}; do",
+        f"folders=({folders})",
+        'for folder in "${folders[@]}"; do',
         "  if [[ $folder == *://* ]]; then continue; fi",
         '  mkdir -p "$(dirname "$folder")"',
         '  if [[ $node -eq 0 ]]; then echo "$token" > "$folder.token"; fi',

