@@ -1,6 +1,7 @@
 """The checkpoints of a run: which are complete, which is the newest, which are kept."""
 
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import groupby, islice
 
@@ -78,9 +79,14 @@ class Shelf:
         name = folder.removesuffix(PARTIAL)
         if name == folder:
             return
-        if name in self.storage.folders():  # of the same step, before the run went back
-            self.storage.remove(name)
+        if name not in self.storage.folders():
+            self.storage.rename(folder, name)
+            return
+        old = f"{name}.old{PARTIAL}"  # of the same step, judged or before the run went back; removing it takes a while
+        self.storage.rename(name, old)
         self.storage.rename(folder, name)
+        with suppress(StorageError):  # the next save tries again
+            self.storage.remove(old)
 
     def prune(self, keeping: Checkpointing, step: int, best: int | None = None) -> None:
         """Remove checkpoints that are no longer needed when a step is saved; the newest finite ones always stay.

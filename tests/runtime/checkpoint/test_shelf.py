@@ -85,6 +85,23 @@ def test_a_step_that_is_saved_again_is_no_checkpoint_while_it_is_written(shelf: 
     assert usable(shelf) == [4, 2]
 
 
+def test_a_kill_while_a_step_is_saved_again_spares_a_whole_checkpoint_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shelf = Shelf(storage=Storage.of(str(tmp_path)))
+
+    def dies(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    put(shelf, 2)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Storage, "remove", dies)  # as long as the removal of a large checkpoint takes
+        put(shelf, 2)
+    assert usable(shelf) == [2]
+    put(shelf, 4)
+    assert shelf.storage.folders() == ["step-00000002", "step-00000004"], "nothing is left of the first one"
+
+
 def test_what_a_run_saves_after_it_went_back_stays_and_what_it_left_goes(shelf: Shelf) -> None:
     for step in (2, 4, 6, 8, 3):  # the last after --resume 2
         put(shelf, step)
