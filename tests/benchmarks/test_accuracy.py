@@ -124,6 +124,7 @@ def test_rows_are_told_apart_by_software_and_predicted_by_the_fit_that_left_them
         assert one.mape == pytest.approx(abs(row.predicted_step_time_s / measured_s - 1))
 
 
+@pytest.mark.slow
 def test_lines_about_other_rows_stay_until_they_are_made_anew(own: tuple[SetAccuracy, ...]) -> None:
     first, *_ = own
     there = (named(first, "far"), named(first, "away"), first)  # the last has the name of a set of this repository

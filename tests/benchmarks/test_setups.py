@@ -69,6 +69,7 @@ def test_a_page_gets_its_table_and_a_sentence_for_each_large_difference():
     assert f"\n- **llama3-8b on {one.setup.nodes} x {one.setup.cluster}**: " in text
 
 
+@pytest.mark.slow
 def test_a_search_that_takes_too_long_or_overlooks_a_layout_does_not_hold():
     found = quick()
     result = judge(found)

@@ -140,7 +140,7 @@ def test_a_row_names_what_ran_where_a_plan_is_priced_for_another_program() -> No
     ("cluster", "text"), [("h100-80", "tp=8,pp=2,dp=1"), ("trn2.48xlarge", "tp=16,pp=4,dp=2,lnc=2")]
 )
 def test_a_row_of_the_plan_s_own_machine_is_read_as_what_ran_there(cluster: str, text: str) -> None:
-    plan = planned("llama3-8b", load_cluster(cluster, 2), fix=text).plan
+    plan = planned("llama3-8b", load_cluster(cluster, 2), fix=f"{text},mbs=1,recompute=full,schedule=1f1b").plan
     found = row(plan, platform=cluster)
     assert found.framework == f"autoshard, {plan.engine} engine"
     run = run_of(found)
@@ -167,7 +167,7 @@ def test_optimizer_documents_and_a_model_without_a_card_travel() -> None:
 
 
 def test_what_belongs_to_another_platform_is_left_out() -> None:
-    small = shrink(planned("llama3-8b", "trn1.32xlarge").plan)[0]
+    small = shrink(planned("llama3-8b", "trn1.32xlarge", fix="tp=8,pp=1,mbs=1").plan)[0]
     drop = Recompute.parse("selective[LlamaMLP]")
     run = run_of(row(replace(small, stages=tuple(replace(stage, recompute=drop) for stage in small.stages))))
     assert run.cluster.name == "local" and run.candidate.kernels is None

@@ -21,7 +21,6 @@ from autoshard.spec.training import Training
 from tests.conftest import Typed
 from tests.slower import rest_is_slow
 
-DATA = Path(__file__).parents[2] / "benchmarks" / "data"
 LOCAL = "plan --model tiny-llama --cluster local"
 TRN1 = "plan --model llama3-8b"
 
@@ -29,7 +28,6 @@ FINE = [
     ("--help", "usage: autoshard COMMAND"),
     ("--version", "autoshard 0."),
     ("plan --help", "--global-batch N"),
-    (f"validate {DATA / 'trainium.jsonl'}", "predictions calibrated on 42 rows of trn1.32xlarge"),
     (f"{LOCAL} --top 1 --global-batch 1 --seq-len 1 --fix tp=2", "1 sequence of 1 token a step"),
     (f"{LOCAL} --optimizer sgd --precision fp32 --nodes 1 --fix tp=2,mbs=8 --out o.json", "wrote o.json"),
     (f"{LOCAL} --fix sp=false,zero=3,tp=2,place=3/2/1/0,kernels=te,mbs=8", "zero=3,place=3-0,kernels=te"),
@@ -298,9 +296,8 @@ def test_every_command_that_reads_a_plan_says_what_was_edited_and_refuses_lines_
     faster, wrong = json.loads(plan_text), json.loads(plan_text)
     faster["workload"]["seq_len"] = 128
     wrong["strategies"]["layer"]["attn_out"] = "rubbish"
-    for name, data in (("whole", json.loads(plan_text)), ("faster", faster), ("wrong", wrong)):
+    for name, data in (("faster", faster), ("wrong", wrong)):
         Path(name).write_text(json.dumps(data))
-    assert "edited" not in typed(line.replace("{}", "whole"))[1]
     code, out, err = typed(line.replace("{}", "faster"))
     assert (code, err) == (0, "") and "the plan was edited after it was made" in " ".join(out.split())
     code, out, err = typed(line.replace("{}", "wrong"))

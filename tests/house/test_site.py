@@ -78,6 +78,7 @@ def test_the_search_lies_in_the_site(site: Path) -> None:
     assert "var __index = " in (site / "search" / "search_index.js").read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_the_reference_has_every_command_key_of_recipes_and_name_of_python(site: Path) -> None:
     def ids(page: str) -> set[str]:
         return set(re.findall(r'id="([^"]+)"', (site / "reference" / f"{page}.html").read_text("utf-8")))

@@ -208,7 +208,7 @@ def slots(data):
 
 
 @given(st.data())
-@settings(max_examples=max(60, settings().max_examples))
+@settings(max_examples=max(30, settings().max_examples))
 def test_edited_values_never_end_in_anything_but_an_answer(data):
     values = json.loads(data.draw(st.sampled_from(PLANS)))
     for _ in range(data.draw(st.integers(1, 3))):
@@ -226,7 +226,7 @@ def test_edited_values_never_end_in_anything_but_an_answer(data):
 
 
 @given(st.data())
-@settings(max_examples=max(60, settings().max_examples))
+@settings(max_examples=max(30, settings().max_examples))
 def test_damaged_files_never_end_in_anything_but_an_answer(tmp_path_factory, data):
     text = data.draw(st.sampled_from(PLANS))
     start = data.draw(st.integers(0, len(text)))

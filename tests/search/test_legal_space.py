@@ -140,7 +140,7 @@ def test_other_questions_are_filtered_as_their_points_are(request_: Request):
 
 
 def test_the_example_of_a_refusal_has_least_else_against_it():
-    request = ask("tiny-llama", ranks=8, global_batch=4)
+    request = ask("tiny-llama", ranks=8, global_batch=4, pins="mbs=1")
     lists = [own for kinds in rejections_alone(request).values() for own in kinds.values()]
     refusals = legal_space(request, "torch").refusals
     assert len(refusals) >= 2

@@ -146,7 +146,8 @@ def test_nothing_simpler_is_within_the_share_and_of_equals_nothing_is_faster(
 USUAL = SMALL.filter(lambda request: request.pins.get("schedule") in ("1f1b", "gpipe"))
 
 
-@settings(max_examples=max(4, settings().max_examples // 4), deadline=None)
+@pytest.mark.slow
+@settings(max_examples=max(4, settings().max_examples // 8), deadline=None)
 @given(USUAL, st.sampled_from([0.1, 0.6]))
 def test_within_the_doubt_no_axis_is_saved_for_more_than_2_percent(asked: Request, share: float):
     is_simplest(asked, share, DOUBT)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 
 import autoshard
 from autoshard.errors import InputError
+from autoshard.plan.codec import dump
 from autoshard.spec.files import shipped
 from autoshard.spec.recipe import about
 from autoshard.sweep.points import Sweep, load_sweep, points_of
@@ -16,6 +18,11 @@ from autoshard.sweep.questions import SweepQuestions
 from tests.sweep.sweep_cases import TINY, points, tiny, written
 
 SHIPPED = sorted(shipped("recipes").glob("sweeps/*.yaml"))
+
+
+@cache
+def plan_text(tp: int) -> str:
+    return dump(autoshard.plan("tiny-llama", "local", fix={"tp": tp, "pp": 1, "mbs": 8}).plan)
 
 
 def test_a_grid_is_every_combination_and_a_zip_goes_together():
@@ -144,9 +151,8 @@ def test_sweeps_that_come_along_say_what_they_are_and_have_points(path: Path):
 
 
 def test_a_plan_file_stands_in_the_place_of_a_question(tmp_path: Path):
-    first, second = (autoshard.plan("tiny-llama", "local", fix={"tp": tp, "pp": 1, "mbs": 8}) for tp in (1, 2))
-    first.save(tmp_path / "one.json")
-    second.save(tmp_path / "two.json")
+    for tp, name in ((1, "one"), (2, "two")):
+        (tmp_path / f"{name}.json").write_text(plan_text(tp), encoding="utf-8")
     sweep = Sweep(mode="run", base={"steps": 5}, list=({"plan": "one.json"}, {"plan": "two.json"}))
     found = points(sweep, tmp_path)
     assert [one.plan for one in found] == [tmp_path / "one.json", tmp_path / "two.json"]
@@ -166,7 +172,7 @@ def test_a_plan_file_stands_in_the_place_of_a_question(tmp_path: Path):
     ],
 )
 def test_a_plan_file_takes_only_keys_of_training_beside_it(keys: dict[str, Any], says: str, tmp_path: Path):
-    autoshard.plan("tiny-llama", "local", fix={"tp": 2, "pp": 1, "mbs": 8}).save(tmp_path / "one.json")
+    (tmp_path / "one.json").write_text(plan_text(2), encoding="utf-8")
     with pytest.raises(InputError, match=says):
         points_of(Sweep(list=(keys,)), tmp_path)
 

@@ -333,7 +333,7 @@ REFUSED: Mapping[str, tuple[Any, str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", rest_is_slow(REFUSED, 3, 2))
+@pytest.mark.parametrize("name", rest_is_slow(REFUSED, 1, 2))
 def test_what_is_no_stack_of_equal_layers_is_refused_with_the_reason(name: str):
     make, reason = REFUSED[name]
     with pytest.raises(InputError) as refused:

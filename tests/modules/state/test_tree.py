@@ -61,6 +61,7 @@ def test_a_tree_is_remembered_until_its_modules_change(change: Callable[[Pair], 
 
 
 def test_a_tree_does_not_hold_its_module():
+    gc.freeze()  # what other tests left would be searched for seconds
     module, trees = Pair(), WeakKeyDictionary[nn.Module, ModuleTree]()
     tree_of(module, trees)
     alive = weakref.ref(module)

@@ -127,6 +127,7 @@ def test_weights_of_every_form_begin_a_run_alike(tmp_path: Path) -> None:
     assert losses["run"] < first.steps[0].loss - 0.05, "trained weights, on the first batch"
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_weights_that_one_rank_alone_reads_and_refuses_end_the_start_of_all(tmp_path: Path) -> None:
     plan = run_plan("tp=1,pp=2,dp=1", precision="fp32")
