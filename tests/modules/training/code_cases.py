@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from autoshard.modules.training.parts import LOSS_SHARE
 from autoshard.modules.training.reading import TracedCode, traced_code
 from autoshard.plan.plan import Plan
 from autoshard.run.protocol import EngineMode, Run
+from autoshard.spec.model import ModelSpec
 from autoshard.spec.training import Training
 from autoshard.spec.workload import Precision
 from tests.kit import local_plan
@@ -46,7 +48,17 @@ class Compared:
 
 def plan_of(module: nn.Module, text: str, *, precision: str = "fp32", batch: int = 8) -> Plan:
     """The plan of exactly this candidate for a decoder that is read off its code."""
-    model = read_decoder(module, LENGTH)
+    return _planned(read_decoder(module, LENGTH), text, precision, batch)
+
+
+@cache
+def _model_of(make: Make) -> ModelSpec:
+    """The decoder that a module's code is read as, which a rank does once for all layouts."""
+    with torch.random.fork_rng(devices=[]):
+        return read_decoder(make(), LENGTH)
+
+
+def _planned(model: ModelSpec, text: str, precision: str = "fp32", batch: int = 8) -> Plan:
     sizes: dict[str, Any] = {"seq_len": LENGTH, "global_batch": batch, "clip_norm": CLIP}
     return local_plan(text, model, precision=Precision.named(precision), **sizes)
 
@@ -72,7 +84,7 @@ def compared(
     """
     torch.manual_seed(1)
     module, formats = make(), Formats(exact=exact)
-    plan = plan_of(module, text)
+    plan = _planned(_model_of(make), text)
     module = module.double() if exact else module
     code = traced_code(module, plan, formats)
     engine, generator = engine_of(plan, code, formats, mode), np.random.default_rng(0)

@@ -1,6 +1,7 @@
 """Steps of a plan whose samples are no tokens, on one rank of several, and the same steps of the plain module."""
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from autoshard.modules.training.reading import traced_code
 from autoshard.plan.code import data_key
 from autoshard.runtime.data.batches import StepShape, batches
 from autoshard.runtime.data.functions import DrawnData
+from autoshard.spec.model import ModelSpec
 from autoshard.spec.workload import Precision
 from tests.kit import local_plan
 from tests.modules.training.code_cases import CLIP, RATE, Compared, adamw, engine_of, weight_errors
@@ -23,7 +25,7 @@ def compared_samples(make: Callable[[], Made], text: str) -> Compared:
     """Train a module on drawn samples by a plan on this rank, and the plain module beside it, in FP64."""
     torch.manual_seed(1)
     (module, inputs), formats = make(), Formats(exact=True)
-    model = read_decoder(module, None, inputs)
+    model = _model_of(make)
     plan = local_plan(
         text, model, precision=Precision.named("fp32"), seq_len=model.max_positions, global_batch=8, clip_norm=CLIP
     )
@@ -37,6 +39,14 @@ def compared_samples(make: Callable[[], Made], text: str) -> Compared:
         steps.append((report.loss, *_plain_step(module, optimizer, parts, report.norm)))
     error, weight = max(weight_errors(engine, code))
     return Compared(steps=tuple(steps), error=error, weight=weight)
+
+
+@cache
+def _model_of(make: Callable[[], Made]) -> ModelSpec:
+    """The stack that a module's code is read as, which a rank does once for all layouts."""
+    with torch.random.fork_rng(devices=[]):
+        module, inputs = make()
+        return read_decoder(module, None, inputs)
 
 
 def _plain_step(module: nn.Module, optimizer: Any, parts: Any, norm: float) -> tuple[float, float, float]:

@@ -119,8 +119,9 @@ def test_a_loss_of_the_code_is_its_mean_over_micro_batches(name: str, text: str,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["Mamba", "Mamba2"])
-@pytest.mark.parametrize("text", ["tp=1,pp=2,dp=1,mbs=2", "tp=1,pp=1,dp=2,mbs=2,zero=3"])
+@pytest.mark.parametrize(
+    ("name", "text"), covering(["Mamba", "Mamba2"], ["tp=1,pp=2,dp=1,mbs=2", "tp=1,pp=1,dp=2,mbs=2,zero=3"])
+)
 def test_state_space_models_take_the_steps_of_the_plain_module(name: str, text: str):
     for found in on_ranks(2, _without_attention, name, text, timeout_s=300.0):
         assert isinstance(found, Compared)
