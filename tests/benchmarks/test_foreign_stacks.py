@@ -43,6 +43,7 @@ def test_a_page_gets_a_line_for_what_is_refused_too():
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.ranks
 def test_a_vision_transformer_is_killed_in_one_pipeline_and_goes_on_in_another():
     (stack,) = (stack for stack in STACKS if stack.function == "hf_vit")

@@ -22,7 +22,7 @@ from benchmarks.__main__ import main
 from benchmarks.gpu import constants, fast, right, rows, subjects, why
 from benchmarks.gpu.device import Item, device_of, measured, result, world_of_one
 from benchmarks.gpu.plain import ExpertLayer
-from benchmarks.guarded import Part, Setting, Suite, measure
+from benchmarks.guarded import Setting
 from benchmarks.result import Result
 from tests.slower import rest_is_slow
 
@@ -50,29 +50,6 @@ def test_a_dry_run_of_each_part_ends_and_says_what_it_would_measure(
 
 def test_every_part_is_tried_here() -> None:
     assert tuple(part.name for part in on_gpu.parts(DRY)) == PARTS
-
-
-def burning(_: Setting) -> Iterator[Result]:
-    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB\nand more")
-
-
-def with_a_fault(setting: Setting) -> list[Part]:
-    fault = Part(name="fault", measures="nothing", minutes=1, limit_minutes=1, run=burning)
-    return [fault, *(part for part in on_gpu.parts(setting) if part.name == "constants")]
-
-
-FAULTY = Suite(name="on_gpu", parts=with_a_fault, opening=on_gpu.opening, closing=on_gpu.closing)
-
-
-@pytest.mark.slow
-def test_a_part_that_fails_leaves_the_others_and_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert (
-        measure("tests.benchmarks.test_on_gpu:FAULTY", ["on_gpu", "--dry-run", "--json", "--out", str(tmp_path)]) == 1
-    )
-    first, *others, last = (json.loads(line) for line in capsys.readouterr().out.splitlines())
-    assert first["name"] == "fault" and first["failed"].startswith("OutOfMemoryError: CUDA out of memory")
-    assert len(others) > 20 and not any("failed" in row for row in others)
-    assert last["failed"] == "fault" and not last["holds"]
 
 
 def test_a_measurement_that_fails_leaves_the_others_of_its_part() -> None:

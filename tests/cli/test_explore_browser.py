@@ -4,6 +4,7 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import closing
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -70,22 +71,25 @@ def go_to(tab: Tab, place: str) -> list[str]:
     return way
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [1440, 1280, 400])
-def test_the_page_fits_its_window_with_one_question_and_with_two(width: int, scheme: str, tab: Tab):
-    tab.ask("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
-    tab.resize(width)
-    assert tab.value("document.documentElement.scrollWidth") <= width
-    assert tab.value("document.querySelectorAll('#a .stage path[data-stage]').length") > 0
+def fits(tab: Tab) -> None:
+    for width, scheme in product((1440, 1280, 400), ("light", "dark")):
+        tab.ask("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+        tab.resize(width)
+        assert tab.value("document.documentElement.scrollWidth") <= width, (width, scheme)
+        assert tab.value("document.querySelectorAll('#a .stage path[data-stage]').length") > 0, (width, scheme)
+        wide = "[...document.querySelectorAll('.pane, .pane section, form, .control')].filter((one) =>"
+        assert tab.value(f"{wide} one.getBoundingClientRect().right > innerWidth).length") == 0, (width, scheme)
+    tab.ask("Emulation.setEmulatedMedia", features=[])
+
+
+def test_the_page_fits_its_window_with_one_question_and_with_two(tab: Tab):
+    fits(tab)
     tab.value("document.getElementById('compare').click()")
     tab.wait_for(ANSWERED.format(pane="b"))
     tab.wait_for("!!document.querySelector('#difference section')")
-    assert tab.value("document.documentElement.scrollWidth") <= width
-    wide = "[...document.querySelectorAll('.pane, .pane section, form, .control')].filter((one) =>"
-    assert tab.value(f"{wide} one.getBoundingClientRect().right > innerWidth).length") == 0
+    fits(tab)
     ids = "[...document.querySelectorAll('[id]')].map((one) => one.id)"
     assert tab.value(f"new Set({ids}).size === {ids}.length"), "two panes, and no id twice"
-    tab.ask("Emulation.setEmulatedMedia", features=[])
 
 
 def test_a_question_is_asked_and_its_answer_read_by_keyboard_alone(tab: Tab):

@@ -53,7 +53,7 @@ def test_a_step_is_that_of_one_process_and_holds_and_sends_what_was_promised(cas
     hold(Task.of(plan_of(text, model, **work), num_steps=2))
 
 
-@pytest.mark.parametrize("case", rest_is_slow(STARTED, 0))
+@pytest.mark.parametrize("case", rest_is_slow(STARTED, 0, 0))
 def test_ranks_of_torchrun_compute_what_one_process_computes(case: str, tmp_path: Path) -> None:
     """Each with a hash seed of its own; the collectives of all ranks are compared with those that were announced."""
     text, model, work = CASES[case]

@@ -1,7 +1,5 @@
 """Stacks whose samples are no tokens, trained by plans: losses, norms and weights are those of the plain module."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -20,7 +18,6 @@ from tests.modules.training.code_cases import Compared
 from tests.modules.training.own_samples import SAMPLES
 from tests.modules.training.sample_cases import compared_samples
 from tests.ranks.spawn import on_ranks
-from tests.ranks.torchrun import on_torchrun
 from tests.slower import covering
 
 LAYOUTS = [
@@ -40,13 +37,6 @@ def test_steps_are_those_of_the_plain_module(name: str, layout: tuple[str, int])
         assert isinstance(compared, Compared)
         assert compared.worst_step < 1e-12, compared
         assert compared.error < 1e-11, f"{compared.weight} is {compared.error:.1e} off"
-
-
-@pytest.mark.slow
-@pytest.mark.ranks
-def test_ranks_of_torchrun_with_hash_seeds_of_their_own_take_the_same_steps(tmp_path: Path):
-    for compared in on_torchrun(tmp_path, 2, compared_samples, SAMPLES["diffusion"], "tp=1,pp=2,dp=1,mbs=2"):
-        assert compared.worst_step < 1e-12 and compared.error < 1e-11, compared
 
 
 def test_an_example_of_a_single_sample_is_enough():
