@@ -20,7 +20,8 @@ from tests.imports.logs.published import GPT_13B, LOGS, arguments, megatron
 from tests.runtime.cases import environment
 from tests.runtime.metrics.offline import wandb_environment
 
-TWINS = "guides/trainium"  # has a test of its own: test_llama3_on_trainium
+# Pages with tests of their own: test_llama3_on_trainium, test_launching_writes_what_the_page_says.
+TWINS = ("guides/trainium", "guides/launching")
 # Commands that start ranks, or import torch: each is a process.
 WITH_TORCH = ("run", "generate", "convert", "tokenize", "sweep", "verify", "report", "watch")
 THOROUGH = ("guides/sweeps",)  # many minutes
@@ -34,6 +35,7 @@ SHORTER = {
     r"--steps 40\b": "--steps 9",
     r"--steps 20\b": "--steps 6",
     r"--steps 10\b": "--steps 4",
+    r"--nodes 1,2,4,8 --pareto": "--nodes 1,2 --pareto",
 }
 REASON = re.compile(r"\w+ .*\w")
 
@@ -52,7 +54,7 @@ def starts_ranks(page: Path) -> bool:
     return any(re.search(rf"autoshard (?:{'|'.join(WITH_TORCH)})\b|torchrun", command) for command in typed(page))
 
 
-PAGES = [page for page in USERS if typed(page) and name_of(page) != TWINS]
+PAGES = [page for page in USERS if typed(page) and name_of(page) not in TWINS]
 
 
 def marked(page: Path) -> object:
