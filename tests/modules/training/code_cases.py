@@ -46,16 +46,19 @@ class Compared:
         return max(abs(a - b) / abs(b) for step in self.steps for a, b in (step[:2], step[2:]))
 
 
-def plan_of(module: nn.Module, text: str, *, precision: str = "fp32", batch: int = 8) -> Plan:
+def plan_of(module: nn.Module, text: str, *, precision: str = "fp32") -> Plan:
     """The plan of exactly this candidate for a decoder that is read off its code."""
-    return _planned(read_decoder(module, LENGTH), text, precision, batch)
+    return _planned(read_decoder(module, LENGTH), text, precision)
+
+
+def plan_made(make: Make, text: str) -> Plan:
+    """The same for a decoder that is made here, which is read off its code once for all ranks and layouts."""
+    return _planned(_model_of(make), text)
 
 
 @cache
 def _model_of(make: Make) -> ModelSpec:
-    """The decoder that a module's code is read as, which a rank does once for all layouts."""
-    with torch.random.fork_rng(devices=[]):
-        return read_decoder(make(), LENGTH)
+    return read_decoder(make(), LENGTH)
 
 
 def _planned(model: ModelSpec, text: str, precision: str = "fp32", batch: int = 8) -> Plan:
@@ -72,7 +75,7 @@ def engine_of(plan: Plan, code: TracedCode, formats: Formats, mode: EngineMode) 
 
 def compared(
     make: Make,
-    text: str,
+    plan: Plan,
     mode: EngineMode = "literal",
     *,
     exact: bool = True,
@@ -84,7 +87,6 @@ def compared(
     """
     torch.manual_seed(1)
     module, formats = make(), Formats(exact=exact)
-    plan = _planned(_model_of(make), text)
     module = module.double() if exact else module
     code = traced_code(module, plan, formats)
     engine, generator = engine_of(plan, code, formats, mode), np.random.default_rng(0)
@@ -114,7 +116,7 @@ class KeyedDropout(nn.Module):
         return x * (torch.cat(drawn) >= self.dropped) / (1 - self.dropped)
 
 
-def compared_dropping(text: str) -> Compared:
+def compared_dropping(plan: Plan) -> Compared:
     """Train a decoder that drops numbers, beside one that drops the same numbers by itself."""
 
     def keyed(module: nn.Module) -> None:
@@ -123,7 +125,7 @@ def compared_dropping(text: str) -> Compared:
             assert isinstance(layer, GptLayer) and isinstance(layer.drop, nn.Dropout)
             layer.drop = KeyedDropout(layer.drop.p, number)
 
-    return compared(dropping, text, changed=keyed)
+    return compared(dropping, plan, changed=keyed)
 
 
 def micro_batches(plan: Plan, generator: np.random.Generator) -> Iterator[Mapping[str, Any]]:

@@ -12,6 +12,7 @@ from autoshard.engine.torch.formats import Formats
 from autoshard.modules.decoder.reading import read_decoder
 from autoshard.modules.training.reading import traced_code
 from autoshard.plan.code import data_key
+from autoshard.plan.plan import Plan
 from autoshard.runtime.data.batches import StepShape, batches
 from autoshard.runtime.data.functions import DrawnData
 from autoshard.spec.model import ModelSpec
@@ -21,17 +22,21 @@ from tests.modules.training.code_cases import CLIP, RATE, Compared, adamw, engin
 from tests.modules.training.own_samples import Made
 
 
-def compared_samples(make: Callable[[], Made], text: str) -> Compared:
+def plan_of_samples(make: Callable[[], Made], text: str) -> Plan:
+    """The plan of exactly this candidate for a stack, which is read off its code once for all ranks and layouts."""
+    model = _model_of(make)
+    return local_plan(
+        text, model, precision=Precision.named("fp32"), seq_len=model.max_positions, global_batch=8, clip_norm=CLIP
+    )
+
+
+def compared_samples(make: Callable[[], Made], plan: Plan) -> Compared:
     """Train a module on drawn samples by a plan on this rank, and the plain module beside it, in FP64."""
     torch.manual_seed(1)
     (module, inputs), formats = make(), Formats(exact=True)
-    model = _model_of(make)
-    plan = local_plan(
-        text, model, precision=Precision.named("fp32"), seq_len=model.max_positions, global_batch=8, clip_norm=CLIP
-    )
     code = traced_code(module.double(), plan, formats, inputs)
     engine, optimizer = engine_of(plan, code, formats, "literal"), adamw(module)
-    source = DrawnData(arguments=code.data, seq_len=model.max_positions, seed=0)
+    source = DrawnData(arguments=code.data, seq_len=plan.workload.seq_len, seed=0)
     steps = list[tuple[float, float, float, float]]()
     for number in range(3):
         parts = batches(source, 8 * number, StepShape.of(plan))
@@ -43,10 +48,8 @@ def compared_samples(make: Callable[[], Made], text: str) -> Compared:
 
 @cache
 def _model_of(make: Callable[[], Made]) -> ModelSpec:
-    """The stack that a module's code is read as, which a rank does once for all layouts."""
-    with torch.random.fork_rng(devices=[]):
-        module, inputs = make()
-        return read_decoder(module, None, inputs)
+    module, inputs = make()
+    return read_decoder(module, None, inputs)
 
 
 def _plain_step(module: nn.Module, optimizer: Any, parts: Any, norm: float) -> tuple[float, float, float]:

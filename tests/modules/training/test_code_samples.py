@@ -16,7 +16,7 @@ from autoshard.spec.workload import Precision
 from tests.kit import local_plan
 from tests.modules.training.code_cases import Compared
 from tests.modules.training.own_samples import SAMPLES
-from tests.modules.training.sample_cases import compared_samples
+from tests.modules.training.sample_cases import compared_samples, plan_of_samples
 from tests.ranks.spawn import on_ranks
 from tests.slower import covering
 
@@ -33,7 +33,8 @@ COMBINED = covering(list(SAMPLES), LAYOUTS)
 @pytest.mark.parametrize(("name", "layout"), COMBINED, ids=lambda value: value if isinstance(value, str) else value[0])
 def test_steps_are_those_of_the_plain_module(name: str, layout: tuple[str, int]):
     text, num_ranks = layout
-    for compared in on_ranks(num_ranks, compared_samples, SAMPLES[name], text, timeout_s=300.0):
+    plan = plan_of_samples(SAMPLES[name], text)
+    for compared in on_ranks(num_ranks, compared_samples, SAMPLES[name], plan, timeout_s=300.0):
         assert isinstance(compared, Compared)
         assert compared.worst_step < 1e-12, compared
         assert compared.error < 1e-11, f"{compared.weight} is {compared.error:.1e} off"
