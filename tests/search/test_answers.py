@@ -283,9 +283,12 @@ def test_a_layout_that_does_not_fit_as_asked_says_what_it_needs_as_documented_an
     assert isinstance(so, Answer) and not so.against and so.plan.kernels == "mcore"
 
 
-@pytest.mark.parametrize("name", rest_is_slow(["tiny-llama", "llama3-8b"], 0, 2))
-def test_on_gpus_fsdp_is_an_answer_near_the_best_of_its_kind(name: str):
-    request = replace(ask(name, "h100-80"), pins={"mbs": 1})
+FSDP_ASKED = [("tiny-llama", "h100-80", 1, 1), ("llama3-8b", "h100-80", 1, 1), ("mixtral-8x7b", "a100-80", 2, None)]
+
+
+@pytest.mark.parametrize(("name", "cluster", "nodes", "mbs"), rest_is_slow(FSDP_ASKED, 0, 2))
+def test_on_gpus_fsdp_is_an_answer_near_the_best_of_its_kind(name: str, cluster: str, nodes: int, mbs: int | None):
+    request = replace(ask(name, cluster, nodes), pins={"mbs": mbs} if mbs else {})
     answers = answers_of(request, search(request, 2, simple_within=DOUBT))
     fsdp, fastest = answers.named("fsdp"), answers.named("fastest").plan
     layout = fsdp.plan.candidate

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from autoshard.cost.stages import PASSES, Sends
 from autoshard.cost.step import pipeline_delays
+from autoshard.schedule.builders import builders
 from autoshard.schedule.counts import counts_of
 from autoshard.schedule.schedule import Schedule
 from autoshard.schedule.simulate import long_paths
@@ -74,13 +75,8 @@ class SplitBounds:
         self._num_layers, self._stages = times.num_layers, counts_of(self.schedule).stages
         self._started, self._totals = times.started, rank_totals(self.schedule, times.num_layers)
         self._embed, self._layer, self._head = times.embed, times.layer, times.head
-        if self.schedule not in splits.flows:  # at first, the flows of all actions of one rank
-            ranks = self.schedule.num_ranks
-            passes = np.zeros((ranks, len(PASSES), self.schedule.num_stages))
-            passes[np.arange(ranks)[:, None], :, self._stages] = self.schedule.num_micro_batches
-            blocked_s = counts_of(self.schedule).sends[:, None] * replace(times.sends, time_s=np.ones(1)).blocked_s
-            sends = max(0, self.schedule.num_micro_batches - 1) * blocked_s
-            rows = np.concatenate([passes.reshape(ranks, -1), sends], axis=1)
+        if self.schedule not in splits.flows:
+            rows = _rank_flows(self.schedule, replace(times.sends, time_s=np.ones(1)))
             splits.flows[self.schedule] = np.concatenate([rows, rows.mean(axis=0, keepdims=True)])
         self._rows = splits.flows[self.schedule]
         self._own = len(self._rows)  # this many rows come from other candidates
@@ -211,6 +207,20 @@ class SplitBounds:
         cost = cost + best_shares * (best_whole_s + besides_s)[:, None] + rank_s * more + rank_again_s
         by_rank_s: Floats = np.where(fits, cost.max(axis=1), np.inf)
         return float(best_whole_s) + num_free * price_s + float(least_s.sum()), by_rank_s
+
+
+def _rank_flows(schedule: Schedule, unit_sends: Sends) -> Floats:
+    """Return the flow of each rank: all its actions, and before and behind them those of the stages before its first.
+
+    They pass the first micro-batch to it, and the last one back, unless its weight gradients come later.
+    """
+    ranks, counts = np.arange(schedule.num_ranks), counts_of(schedule)
+    passes = np.zeros((schedule.num_ranks, len(PASSES), schedule.num_stages))
+    before = np.arange(schedule.num_stages) < counts.stages.min(axis=1)[:, None]
+    passes[:, : 1 if builders()[schedule.builder].splits else len(PASSES)] += before[:, None]
+    passes[ranks[:, None], :, counts.stages] = schedule.num_micro_batches
+    sends = max(0, schedule.num_micro_batches - 1) * counts.sends[:, None] * unit_sends.blocked_s
+    return np.concatenate([passes.reshape(len(ranks), -1), sends], axis=1)
 
 
 def _best_price(own_s: Floats, more: Ints, num_free: int) -> tuple[float, Floats]:

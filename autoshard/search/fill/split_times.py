@@ -11,6 +11,7 @@ from autoshard.plan.recompute import Recompute
 from autoshard.schedule.counts import counts_of, in_flight_of
 from autoshard.schedule.schedule import Schedule
 from autoshard.schedule.waves import Floats, Ints
+from autoshard.search.fill.chunk_ways import chunk_ways
 from autoshard.search.fill.stage_options import ChunkLayers, StageChoices, stage_options
 from autoshard.spec.kernels import load_kernels
 
@@ -164,9 +165,14 @@ def _least_held(blocks: PipelineBlocks, choices: StageChoices, totals: Ints) -> 
     extra_s = prices.pass_s - (again + plain)[..., None] * layer.sum(axis=0) - ends_s
     memory = {part: np.broadcast_to(size, shape) for part, size in prices.memory.items()}
     if chunks > 1:
-        memory |= _least_memory(blocks, kind, again, plain, options.plain_kind)
+        if ways := chunk_ways(schedule, tuple(totals.tolist())):
+            pairs = [*zip((again + plain)[0].tolist(), again[0].tolist(), strict=True)]
+            held = ways.held_bytes(blocks, pairs, kind[0], options.plain_kind)
+            memory |= {"activations": held, "working": 0.0 * held}
+        else:
+            memory |= _least_memory(blocks, kind, again, plain, options.plain_kind)
+            memory["working"] = np.minimum(prices.memory["working"], memory["working"])
         memory.pop("host", None)  # it depends on the chunk as well
-        memory["working"] = np.minimum(prices.memory["working"], memory["working"])
         reserved = load_kernels(blocks.question.kernels).reserved
         if reserved:
             excluded = memory.pop("reserved") * 0.0 + memory["runtime"]

@@ -17,7 +17,7 @@ from autoshard.search.bound.unsolved import PlainPoints
 from autoshard.search.fill.stage_options import ALL_RANGES
 
 _FEW = 4  # points of a kind that are looked at, those that look fastest
-_MOST = 64  # if none of them fits in memory
+_MOST = 256  # if none of them fits in memory
 Sizes = Mapping[str, Any]  # by key: numbers, or columns of numbers
 
 
@@ -84,8 +84,7 @@ def _seen(pool: Pool, kind: PlanKind, *, priced: bool = False) -> Iterator[_Grou
     rows = {variant: kind.rows(variant) for variant in pool.legal.variants}
     for points in pool.points:
         selected = pool.own_cuttings.in_use(points.only(np.isin(points.variant_rows, rows[points.variant])))
-        seconds = selected.bound if priced else _rough_s(pool, points.variant, selected.variant_rows, selected.bound)
-        yield _Group(seconds=seconds, priced=selected.only)
+        yield _Group(seconds=selected.bound, priced=selected.only)
     for plain in [] if priced else pool.left.plain:
         place = np.full(pool.legal.space.num_layouts, -1)
         place[plain.layouts] = np.arange(len(plain.bounds))
@@ -99,7 +98,7 @@ def _seen(pool: Pool, kind: PlanKind, *, priced: bool = False) -> Iterator[_Grou
 
 def _rough_s(pool: Pool, variant: RunVariant, rows: Ints, bounds: Floats) -> Floats:
     """Return rough seconds of some rows of a variant; infinite where bounds say that they do not fit."""
-    return np.where(np.isfinite(bounds), pool.rough_s(variant.space.base.zero)[variant.layouts[rows]], np.inf)
+    return np.maximum(bounds, pool.rough_s(variant.space.base.zero)[variant.layouts[rows]])
 
 
 def _priced(pool: Pool, plain: PlainPoints, variant: RunVariant, rows: Ints, places: Ints, numbers: Ints) -> Points:
@@ -114,7 +113,7 @@ def best_of_kind(pool: Pool, kind: PlanKind) -> Solution | None:
     solutions = [solution for solution in pool.solutions if kind.has(solution.candidate)][:1]
     seen = [group for group in _seen(pool, kind) if len(group.seconds)]
     before, few, count = -np.inf, _FEW, sum(int(np.isfinite(group.seconds).sum()) for group in seen)
-    while not solutions or few == _FEW:
+    while not solutions or few == _FEW or before < min(solution.value for solution in solutions):
         limit = _limit(seen, few)
         solutions += _solved(pool, seen, (before, limit))
         if few >= min(count, _MOST):
