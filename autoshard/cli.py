@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import TextIO
 
 from autoshard.commands import COMMANDS, EVERYDAY, EXAMPLES, MEANT, command_of
-from autoshard.errors import AutoshardError, InputError, nearest
+from autoshard.errors import AutoshardError, InputError, close_names, nearest
 from autoshard.version import __version__
 
 _RARELY = (1_000_000, 20, 20)  # measured: looking for cycles of objects takes a twentieth of a planning process
@@ -90,8 +90,7 @@ def _run(arguments: list[str]) -> int:
     if first.startswith("-"):
         raise InputError.of(first, f"options follow a command. Type: autoshard plan MODEL {first}")
     if first not in COMMANDS:
-        meant = f"Type: autoshard {MEANT[first]}" if first in MEANT else nearest(first, tuple(COMMANDS))
-        raise InputError.of(first, f"not a command. {meant}")
+        raise InputError.of(first, f"not a command. {_meant(first)}")
     command = command_of(first)
     if {"-h", "--help"} & set(rest):
         from autoshard.command_line.help import help_of
@@ -101,6 +100,16 @@ def _run(arguments: list[str]) -> int:
     from autoshard.command_line.reading import read_options  # takes longer than all of --help
 
     return command(**read_options(first, command, rest, EXAMPLES.get(first, ())))
+
+
+def _meant(word: str) -> str:
+    """Say what may have been meant by a word that is no command: a word of other programs, or a model to plan."""
+    if word in MEANT:
+        return f"Type: autoshard {MEANT[word]}"
+    from autoshard.spec.model_catalogue import model_names
+
+    models = close_names(word, model_names()) if not close_names(word, tuple(COMMANDS)) else []
+    return f"Type: autoshard plan {models[0]}" if models else nearest(word, tuple(COMMANDS))
 
 
 if __name__ == "__main__":

@@ -11,11 +11,12 @@ AutoshardError
 A candidate that may not run is not an exception: it is a Rejection, a value (see ``autoshard.plan.rules``).
 """
 
-import difflib
 import math
+import re
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from difflib import SequenceMatcher
 from pathlib import Path
 
 
@@ -158,6 +159,8 @@ class Stopped(AutoshardError):
 
 
 _LEAST_PART = 3  # letters of a name that tell it
+_ALIKE = 0.6  # likeness from which on a name may be meant
+_WORD = re.compile(r"[-_. ]")  # between words of a name
 Check = tuple[bool, str, str]  # whether it holds, where, and what to say if it does not
 
 
@@ -193,32 +196,48 @@ def require(*checks: Check) -> None:
         raise InputError(faults)
 
 
-def nearest(name: str, known: Sequence[str]) -> str:
+def nearest(name: str, known: Sequence[str], listed: str = "") -> str:
     """Say which known names look like a name, or contain it, as the end of a sentence; nothing if it is known.
+
+    Where none does, all are named; those that ``autoshard list`` prints, as ``listed``, are counted.
 
     >>> nearest("lama3-8b", ["llama3-8b", "gpt2-xl"]), nearest("70B", ["llama3-70b", "gpt2-xl"])
     ('Did you mean llama3-8b?', 'Did you mean llama3-70b?')
-    >>> nearest("zzz", ["b", "a"])
-    'Known: a, b.'
+    >>> nearest("zzz", ["b", "a"]), nearest("zzz", ["b", "a"], "models")
+    ('Known: a, b.', 'autoshard list models prints all 2.')
     """
     if name in known:
         return ""
     if close := close_names(name, known):
         return f"Did you mean {' or '.join(close)}?"
+    if listed:
+        return f"autoshard list {listed} prints all {len(known)}."
     return f"Known: {', '.join(sorted(known)) or 'none'}."
 
 
 def close_names(name: str, known: Sequence[str]) -> list[str]:
     """Return at most three known names that differ from a name by capitals, look like it, or contain it.
 
+    Words may stand in another order.
+
     >>> close_names("TP", ["tp", "pp", "cp"]), close_names("x", ["max"])
     (['tp'], [])
+    >>> close_names("lama_tiny", ["llama2-7b", "tiny-llama"]), close_names("nodes_max", ["max-nodes", "nodes"])
+    (['tiny-llama'], ['max-nodes', 'nodes'])
     """
     by_lower = {entry.lower(): entry for entry in reversed(known)}
     lower = name.lower()
     if lower in by_lower:
         return [by_lower[lower]]
-    close = difflib.get_close_matches(lower, by_lower, n=3, cutoff=0.6)
+    likeness = {entry: _likeness(lower, entry) for entry in by_lower}
+    close = sorted((entry for entry in likeness if likeness[entry] >= _ALIKE), key=lambda entry: -likeness[entry])
     if not close and len(lower) >= _LEAST_PART:
         close = [entry for entry in by_lower if lower in entry]
     return [by_lower[entry] for entry in close[:3]]
+
+
+def _likeness(name: str, entry: str) -> float:
+    """Return how alike two names are, from 0 to 1, as they stand or with their words in order."""
+    theirs, ours = (" ".join(sorted(_WORD.split(text))) for text in (name, entry))
+    pairs = ((entry, name), (ours, theirs))
+    return max(SequenceMatcher(None, a, b).ratio() for a, b in pairs)

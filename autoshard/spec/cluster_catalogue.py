@@ -117,7 +117,7 @@ class NodeType:
         choices, most = [variant.lnc for variant in self.variants], self.max_chips_per_node
         distinct = len(set(choices)) == len(choices) and (None not in choices or len(choices) == 1)
         too_few = f"must be at least chips_per_node ({self.chips_per_node}), or null"
-        unknown = f"there is no table {self.kernels!r}. {nearest(self.kernels, kernels_names())}"
+        unknown = f"there is no table {self.kernels!r}. {nearest(self.kernels, kernels_names(), 'kernels')}"
         checks = (
             (bool(choices), "variants", "must hold at least one variant"),
             (distinct, "variants", "several variants must each have an lnc of their own"),
@@ -180,7 +180,7 @@ def load_node_type(name_or_path: str) -> NodeType:
     path = Path(name_or_path)
     if path.suffix.lower() in (".json", *YAML_SUFFIXES) or path.is_file():
         return _read_node_type.__wrapped__(path)  # anew each time: a user may have edited it
-    advice = f"{nearest(name, (*cluster_names(), *ALIASES))} A path to a cluster file also works"
+    advice = f"{nearest(name, (*cluster_names(), *ALIASES), 'clusters')} A path to a cluster file also works"
     raise InputError.of("cluster", f"{name_or_path!r} is not a cluster. {advice}")
 
 
@@ -287,7 +287,7 @@ def _file_data(path: Path, faults: list[Fault], over: tuple[Path, ...] = ()) -> 
     base, source = whole.pop("base"), whole.pop("source", None)
     name = ALIASES.get(str(base), str(base))
     beside = _CATALOGUE / f"{name}.json" if name in cluster_names() else path.parent / name
-    near = nearest(name, (*cluster_names(), *ALIASES))
+    near = nearest(name, (*cluster_names(), *ALIASES), "clusters")
     unknown = f"{base!r} is not a cluster. {near} A path from this file also works"
     origin = "say where these numbers are from, for example source: our contract of 2026"
     require(

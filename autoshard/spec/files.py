@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
-from autoshard.errors import InputError, file_faults, nearest
+from autoshard.errors import InputError, close_names, file_faults, nearest
 
 YAML_SUFFIXES = (".yaml", ".yml")
 _EXPONENT = re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$")
@@ -39,9 +39,9 @@ def named_file(typed: Path, folder: str) -> Path:
         remedy = f"To use the one that comes with autoshard, type {typed.stem}"
         raise InputError.of(str(typed), f"there is no such file. {remedy}")
     if not typed.exists() and (is_yaml or (typed.name == str(typed) and not typed.suffix)):
-        meant = nearest(typed.stem, list(files))
-        listed = is_yaml and meant.startswith("Known")  # a path of the user's, and no name of ours
-        raise InputError.of(str(typed), "there is no such file" if listed else f"there is no such file. {meant}")
+        near = close_names(typed.stem, list(files))  # of a path of the user's, none may be ours
+        meant = f". {nearest(typed.stem, list(files), Path(folder).name)}" if near or not is_yaml else ""
+        raise InputError.of(str(typed), f"there is no such file{meant}")
     return typed
 
 

@@ -283,7 +283,7 @@ def table_fault(name: str) -> str:
     """
     table, *libraries = name.split(_WITH)
     if table not in kernels_names():
-        return f"there is no table {table!r}. {nearest(table, kernels_names())}"
+        return f"there is no table {table!r}. {nearest(table, kernels_names(), 'kernels')}"
     unknown = [library for library in libraries if library not in library_names()]
     if unknown:
         return f"there is no library {unknown[0]!r}. {nearest(unknown[0], library_names())}"

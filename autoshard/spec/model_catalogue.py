@@ -42,7 +42,7 @@ def load_model(name_or_path: str | Path) -> ModelSpec:
         return _card(shipped("models") / f"{text}.json")
     looks_like_a_path = isinstance(name_or_path, Path) or text.endswith(".json") or "/" in text or os.sep in text
     if not looks_like_a_path and not (text and os.path.lexists(text)):
-        hint = f"{nearest(text, names)} Or give the path of a config.json."
+        hint = f"{nearest(text, names, 'models')} Or give the path of a config.json."
         raise InputError.of("model", f"{text!r} is not a known model. {hint}")
     path = Path(name_or_path)
     with file_faults(text, "opened"):
