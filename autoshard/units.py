@@ -5,16 +5,25 @@ import math
 GIB = 2**30
 
 _BYTES = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+_TIMES = (  # below how many seconds, the unit, its name and its digits
+    (1e-3, 1e-6, "us", 1),
+    (1.0, 1e-3, "ms", 1),
+    (600.0, 1.0, "s", 2),
+    (3600.0, 60.0, "min", 1),
+)
+_LEAST_ALIKE = 0.1  # of a unit: what is less takes a smaller one than the number beside it
 _DECIMAL = ("", "k", "M", "G", "T", "P", "E", "Z", "Y")
 
 
-def format_bytes(num_bytes: float) -> str:
-    """Print a number of bytes with a binary unit.
+def format_bytes(num_bytes: float, beside: float = 0) -> str:
+    """Print a number of bytes with a binary unit: that of the number ``beside`` it, unless it is under a tenth of one.
 
     >>> format_bytes(512), format_bytes(3 * 2**29), format_bytes(-2**20)
     ('512 B', '1.50 GiB', '-1.00 MiB')
+    >>> format_bytes(2**29, 3 * 2**29), format_bytes(2**20, 3 * 2**29)
+    ('0.50 GiB', '1.00 MiB')
     """
-    return _scaled(num_bytes, 1024, _BYTES)
+    return _scaled(num_bytes, 1024, _BYTES, beside)
 
 
 def format_count(count: float, unit: str = "") -> str:
@@ -26,24 +35,28 @@ def format_count(count: float, unit: str = "") -> str:
     return _scaled(count, 1000, tuple(prefix + unit for prefix in _DECIMAL)).rstrip()
 
 
-def format_seconds(time_s: float) -> str:
-    """Print a duration with the unit in which it reads best.
+def format_seconds(time_s: float, beside: float = 0) -> str:
+    """Print a duration with the unit in which it reads best, or in that of the duration ``beside`` it.
+
+    A tenth of that unit is the least; what is shorter keeps its unit.
 
     >>> format_seconds(0.0000021), format_seconds(0.25), format_seconds(9.876), format_seconds(4000)
     ('2.1 us', '250.0 ms', '9.88 s', '1.11 h')
+    >>> format_seconds(207, 828), format_seconds(0.25, 9.9), format_seconds(0.02, 9.9), format_seconds(0, 9.9)
+    ('3.5 min', '0.25 s', '20.0 ms', '0 s')
     """
-    size = abs(time_s)
-    if size == 0:
+    if time_s == 0:
         return "0 s"
-    for limit, factor, unit, digits in (
-        (1e-3, 1e6, "us", 1),
-        (1, 1e3, "ms", 1),
-        (600, 1, "s", 2),
-        (3600, 1 / 60, "min", 1),
-    ):
-        if size < limit:
-            return f"{time_s * factor:.{digits}f} {unit}"
-    return f"{time_s / 3600:.2f} h"
+    unit_s, unit, digits = _time_unit(max(abs(time_s), abs(beside)))
+    if abs(time_s) < _LEAST_ALIKE * unit_s:
+        unit_s, unit, digits = _time_unit(abs(time_s))
+    return f"{time_s / unit_s:.{digits}f} {unit}"
+
+
+def _time_unit(size_s: float) -> tuple[float, str, int]:
+    """Return the unit in which a duration reads best, its name, and its digits."""
+    fitting = ((unit_s, unit, digits) for limit_s, unit_s, unit, digits in _TIMES if size_s < limit_s)
+    return next(fitting, (3600.0, "h", 2))
 
 
 def format_at_most(share: float) -> str:
@@ -67,8 +80,8 @@ def format_dollars(usd: float) -> str:
     return f"${usd:.{digits}f}"
 
 
-def format_named(name: str, value: float) -> str:
-    """Print a number by the unit in its name, and one without a unit as it is.
+def format_named(name: str, value: float, beside: float = 0) -> str:
+    """Print a number by the unit in its name, in that of the number ``beside`` it; one without a unit as it is.
 
     >>> format_named("step_time_s", 0.25), format_named("peak_bytes", 2**20), format_named("bandwidth_bytes_per_s", 1e9)
     ('250.0 ms', '1.00 MiB', '1.00 GB/s')
@@ -83,13 +96,17 @@ def format_named(name: str, value: float) -> str:
         return f"{value:.1%}"
     texts = {"_bytes": format_bytes, "_s": format_seconds}
     plain = f"{value:,}" if isinstance(value, int) else f"{value:.12g}"
-    return next((text(value) for unit, text in texts.items() if name.endswith(unit)), plain)
+    return next((text(value, beside) for unit, text in texts.items() if name.endswith(unit)), plain)
 
 
-def _scaled(value: float, base: int, units: tuple[str, ...]) -> str:
-    power = 0
-    while abs(value) >= base and power < len(units) - 1:
-        value /= base
-        power += 1
+def _scaled(value: float, base: int, units: tuple[str, ...], beside: float = 0) -> str:
+    power = _power(max(abs(value), abs(beside)), base, len(units))
+    if abs(value) < _LEAST_ALIKE * base**power:
+        power = _power(abs(value), base, len(units))
     digits = 0 if power == 0 and float(value).is_integer() else 2
-    return f"{value:.{digits}f} {units[power]}"
+    return f"{value / base**power:.{digits}f} {units[power]}"
+
+
+def _power(size: float, base: int, num_units: int) -> int:
+    """Return the number of the largest unit that is no larger than a size."""
+    return next((power for power in range(num_units - 1) if size < base ** (power + 1)), num_units - 1)

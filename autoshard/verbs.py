@@ -10,7 +10,7 @@ from autoshard.errors import NoPlan, RunFailed, inside, nearest, require
 from autoshard.plan.codec import load as read_plan
 from autoshard.plan.plan import Plan
 from autoshard.report.page.account import Account
-from autoshard.report.sheet import Fact, Node, Sheet, Words
+from autoshard.report.sheet import Node
 from autoshard.search.ask.python_words import python_words
 
 PlanLike = Plan | str | Path  # a plan, or the path of its file
@@ -85,16 +85,12 @@ def verify(plan: PlanLike) -> Account:
     >>> autoshard.verify(autoshard.plan("tiny-llama", "local", fix={"tp": 2}).plan).data["holds"]
     True
     """
-    from autoshard.plan.proof import prove
-    from autoshard.report.plan_sheets import proof_sheet
-    from autoshard.spec.record import encode
+    from autoshard.commands.verify import verdict_of
 
-    read = _checked(plan, to_run=True).plan
-    if not read.strategies:
-        text = "the layouts are FSDP2's own, which its list of collectives in the plan does not change"
-        return Account((Sheet(facts=[Fact(Words("legal", "good"), text)]),), {"holds": True, "proof": None})
-    proof = prove(read)
-    return Account((proof_sheet(proof),), {"holds": proof.holds, "proof": encode(proof)})
+    checked = _checked(plan, to_run=True)
+    misfits = [reason for reason in checked.rejections if reason.rule_id == "memory"]
+    verdict = verdict_of(checked.plan, misfits, checked.remark)
+    return Account(tuple(verdict.sheets("plan" if isinstance(plan, Plan) else str(plan))), verdict.figures)
 
 
 def report(*plans: PlanLike, run: str | Path | None = None, out: str | Path = "report.html") -> Path:

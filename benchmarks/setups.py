@@ -211,7 +211,7 @@ def _ratio_words(one: Planned) -> str:
     if one.ratio is None:
         return "the same"
     low, value, high = (signed_words(end - 1) for end in (one.ratio.low, one.ratio.value, one.ratio.high))
-    return f"{value} ({low} to {high}), faster with {chance_words(one.ratio.faster)}"
+    return f"{value} ({low} to {high}), chance to be faster: {chance_words(one.ratio.faster)}"
 
 
 def short(made: Plan) -> str:

@@ -31,9 +31,10 @@ def explain(
     calibration: Path | None = None,
     trace: Path | None = None,
     run: Path | None = None,
+    verbose: bool = False,
     json: bool = False,
 ) -> int:
-    """Show where the time and memory of a plan go, what limits it, every operation, and the next best plans.
+    """Show where the time and memory of a plan go, what limits it, and the next best plans; every operation with -v.
 
     Args:
         plan: The plan file.
@@ -43,6 +44,7 @@ def explain(
         trace: Also write the predicted step to this file, as a timeline for https://ui.perfetto.dev (at most 20 MB).
         run: The folder of a run of the plan: the trace holds its measured step, and the passes of the steps that it
             recorded with --profile.
+        verbose: Also show memory in parts, every operation with its layout and what it sends, and what was refused.
         json: Print one JSON object instead of tables.
     """
     require((run is None or trace is not None, "--run", "is what --trace draws beside the prediction. Type both"))
@@ -74,7 +76,7 @@ def explain(
     code, notes = 0, [read.remark] if read.remark and not constants else []
     if why_not is None:
         parts = read.plan, explained(read.plan), alternatives(read.plan, pricing), rank_times(read.plan)
-        print_answer(explanation_json(*parts, notes) if json else explanation_sheets(*parts))
+        print_answer(explanation_json(*parts, notes) if json else explanation_sheets(*parts, whole=verbose))
     else:
         answer = compared(read.plan, why_not, pricing)
         figures = why_not_json(read.plan, answer, notes)

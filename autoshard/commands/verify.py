@@ -1,7 +1,9 @@
 """``autoshard verify``: check that a plan can run, and prove that its sharding is right."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from autoshard.command_line.options import DEFAULT_PLAN
 from autoshard.commands.output import print_answer
@@ -14,6 +16,7 @@ from autoshard.plan.proof import Proof, prove
 from autoshard.plan.rules.rule import Rejection
 from autoshard.plan.verify import notices, unrun_code
 from autoshard.report.plan_sheets import proof_sheet, rejections_sheet
+from autoshard.report.sheet import Fact, Sheet, Words
 from autoshard.report.structured import rejection_json
 from autoshard.spec.record import encode
 
@@ -36,22 +39,61 @@ def verify(plan: Path = DEFAULT_PLAN, module: str | None = None, json: bool = Fa
     checked = check_plan(load(plan), to_run=True)
     current = checked.plan
     rejections = (*checked.rejections, *(_code_rejections(current, module) if module else ()))
-    remarks = [*([checked.remark] if checked.remark else []), *notices(current)]
-    proof = prove(current) if current.strategies and not rejections else None
-    of_code = _code_proof(current, remarks) if proof else None
+    verdict = verdict_of(current, rejections, checked.remark)
     if json:
-        more = {"code": encode(of_code)} if of_code else {}
-        reasons = [rejection_json(entry) for entry in rejections]
-        print_answer({"rejections": reasons, "notices": remarks, "proof": encode(proof), **more})
+        print_answer(verdict.figures)
     else:
-        may = "is legal" if unrun_code(current) else "may run"
-        may_run = f"{plan}: {current.candidate} {may} on {current.cluster.name} with engine {current.engine}"
-        print_answer([rejections_sheet(rejections)] if rejections else may_run)
-        for shown in filter(None, (proof, of_code)):
-            print_answer([proof_sheet(shown)])
-        for remark in remarks:
-            print(f"note: {remark}")
-    return 1 if rejections or not all(entry.holds for entry in (proof, of_code) if entry) else 0
+        print_answer(verdict.sheets(str(plan)))
+    return 0 if verdict.holds else 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """Whether a plan may run, and what of it was proven."""
+
+    plan: Plan
+    rejections: Sequence[Rejection]
+    notices: Sequence[str]
+    proof: Proof | None
+    of_code: Proof | None
+
+    @property
+    def holds(self) -> bool:
+        """Whether nothing speaks against the plan, and all that was executed computes the same."""
+        return not self.rejections and all(proof.holds for proof in (self.proof, self.of_code) if proof)
+
+    @property
+    def figures(self) -> dict[str, Any]:
+        """All that is said, as JSON data."""
+        more = {"code": encode(self.of_code)} if self.of_code else {}
+        reasons = [rejection_json(entry) for entry in self.rejections]
+        proof = encode(self.proof)
+        return {"holds": self.holds, "rejections": reasons, "notices": [*self.notices], "proof": proof, **more}
+
+    def sheets(self, name: str) -> Iterator[Sheet]:
+        """Yield why a plan, by its name, cannot run, or that it may; and what was proven."""
+        plan = self.plan
+        if self.rejections:
+            yield rejections_sheet(self.rejections)
+        else:
+            may = "is legal on" if unrun_code(plan) else "may run on"
+            place = (
+                f"{plan.cluster.num_nodes} x {plan.cluster.name} with engine {plan.engine}: no Rule speaks against it"
+            )
+            yield Sheet(
+                title=(Words(name, "strong"), f" {may} {place}"),
+                facts=[Fact("layout", Words(str(plan.candidate), "code"))],
+            )
+        yield from map(proof_sheet, filter(None, (self.proof, self.of_code)))
+        yield Sheet(notes=[Words(f"note: {remark}", "warning") for remark in self.notices])
+
+
+def verdict_of(plan: Plan, rejections: Sequence[Rejection], remark: str = "") -> Verdict:
+    """Prove a plan against which nothing speaks, and its code as far as that is small enough."""
+    remarks = [*([remark] if remark else []), *notices(plan)]
+    proof = prove(plan) if plan.strategies and not rejections else None
+    of_code = _code_proof(plan, remarks) if proof else None
+    return Verdict(plan=plan, rejections=rejections, notices=remarks, proof=proof, of_code=of_code)
 
 
 def _code_proof(plan: Plan, remarks: list[str]) -> Proof | None:

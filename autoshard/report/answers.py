@@ -47,11 +47,10 @@ def answers_sheet(plan: Plan, answers: Sequence[Answer]) -> Sheet:
         notes += [Words(f"{answer.name}: {_run_words(run)}", "soft") for run in runs]
     predicted = prediction_of(plan)
     near = [answer.name for answer in answers if answer.plan.candidate != plan.candidate and not answer.against
-            and predicted.low_s <= prediction_of(answer.plan).step_time_s <= predicted.high_s]  # fmt: skip
+            and prediction_of(answer.plan).step_time_s <= predicted.high_s]  # fmt: skip
     if near:
-        lie = "lies" if len(near) == 1 else "lie"
-        words = f"{len(near)} of these ({', '.join(near)}) {lie} within the interval of this prediction"
-        notes.append(Words(f"{words}, so measure before you rent for long", "warning"))
+        words = f"{', '.join(near)} may be as fast as this plan, by the interval of its prediction"
+        notes.append(Words(f"{words}: measure before you rent for long", "warning"))
     tables, vendor = [answers_table(figures, fastest, str(plan.candidate))], against_vendor(plan, answers)
     tables += [_vendor_table(Node(vendor))] if vendor else []
     return Sheet(tables=tables, notes=notes)

@@ -24,6 +24,7 @@ from autoshard.report.words import (
     program_lines,
     signed_words,
     software_of,
+    spill_words,
 )
 from autoshard.search.ask.answers import PlanResult
 from autoshard.units import format_bytes, format_count, format_seconds
@@ -76,7 +77,8 @@ def _facts(plan: Plan, figures: Node) -> Iterator[Fact]:
                ", MFU ", prediction["mfu"].figure(), masked, f" of {software_of(plan)}"))  # fmt: skip
     yield Fact("time", largest_parts(predicted))
     usable = format_bytes(plan.cluster.rank_memory_bytes)
-    kept_free = "; ".join(filter(None, (f" of {usable} on the fullest rank", kept_free_words(plan))))
+    room = spill_words(plan) or kept_free_words(plan)
+    kept_free = "; ".join(filter(None, (f" of {usable} on the fullest rank", room)))
     yield Fact("memory", figures["peak_bytes"].figure(), kept_free)
     yield day_fact(plan, figures["dollars"])
 

@@ -6,7 +6,7 @@ from autoshard.cost.doubt import compared
 from autoshard.plan.diff import Breakdown, Diff, PlanChange, Term
 from autoshard.plan.explanation import WhyNot
 from autoshard.plan.plan import Plan
-from autoshard.report.sheet import Cell, Column, Fact, Node, Sheet, Table, Words, sheet_rows
+from autoshard.report.sheet import Cell, Column, Fact, Node, Sheet, Table, Words, largest_of, sheet_rows
 from autoshard.report.words import TIME_WORDS, ratio_words
 from autoshard.units import GIB, format_bytes, format_count, format_named, format_seconds
 
@@ -49,7 +49,8 @@ def sentences(diff: Diff, names: Names = _LETTERS) -> list[str]:
         lines = [f"{b} {verdict} ({b_s} against {a_s} a step){_because(diff.time)}"]
     if diff.ratio and diff.slower_by:
         lines.append(
-            f"80% interval of {b} against {a}, without what both are off by together: {ratio_words(diff.ratio)}"
+            f"{b} against {a}, with the 80% interval (an error that both predictions share cancels): "
+            f"{ratio_words(diff.ratio)}"
         )
     elif diff.is_within_intervals and diff.slower_by:
         widths = f"a factor of {1 + diff.a.width:.2f} for {a}, {1 + diff.b.width:.2f} for {b}"
@@ -218,7 +219,9 @@ def _predicted(figures: Node, heads: Names) -> Table:
         first, second = (figures[side].at(*keys) for side in "ab")
         if first.value is not None or second.value is not None:
             share = second.value / first.value - 1 if first.value and second.value is not None else 0.0
-            rows.append((name, first.figure(), second.figure(), f"{share:+.1%}" if round(share, 9) else ""))
+            larger = largest_of((first, second))
+            both = first.figure(beside=larger), second.figure(beside=larger)
+            rows.append((name, *both, f"{share:+.1%}" if round(share, 9) else ""))
     a, b = heads
     columns = ("", f">{a}", f">{b}", f">{b} against {a}")
     return Table("What is predicted", columns, rows, drop=columns[-1:])
@@ -242,20 +245,26 @@ def _breakdowns(diff: Diff, figures: Node, heads: Names) -> Iterator[Table]:
         yield Table("Sent in a step by the busiest rank", ("axis", f">{a}", f">{b}", f">{b} - {a}"), rows)
 
 
-def _breakdown(title: str, whole: Node, text: Callable[[float], str], heads: Names) -> Table:
+def _breakdown(title: str, whole: Node, text: Callable[[float, float], str], heads: Names) -> Table:
     rows: list[tuple[Cell, ...]] = []
+    cancels = any(abs(part["share"].value) > _TIMES for part in whole["parts"])  # shares of what is left say nothing
     for part in whole["parts"]:
         name, share = str(part["name"].value), part["share"].figure(lambda share: f"{round(share, 3) + 0.0:.1%}")
-        rows.append((TIME_WORDS.get(name, name), *_cells(part, text), share if part["share"].value else ""))
+        rows.append(
+            (TIME_WORDS.get(name, name), *_cells(part, text), share if part["share"].value and not cancels else "")
+        )
     rows.append((whole["total"]["name"].value, *_cells(whole["total"], text), ""))
+    rows = [row[:-1] for row in rows] if cancels else rows
     a, b = heads
-    columns = ("part", f">{a}", f">{b}", f">{b} - {a}", ">of the difference")
-    return Table(title, columns, rows, drop=columns[-1:], total=True)
+    columns = ("part", f">{a}", f">{b}", f">{b} - {a}", *([] if cancels else [">of the difference"]))
+    return Table(title, columns, rows, drop=columns[4:], total=True)
 
 
-def _cells(term: Node, text: Callable[[float], str]) -> tuple[Cell, ...]:
-    more = term["difference"].figure(lambda more: f"{'+' if more > 0 else ''}{text(more)}" if more else "same")
-    return term["a"].figure(text), term["b"].figure(text), more
+def _cells(term: Node, text: Callable[[float, float], str]) -> tuple[Cell, ...]:
+    """Return both sides of a row and their difference, in one unit."""
+    larger = largest_of((term["a"], term["b"]))
+    more = term["difference"].figure(lambda more: f"{'+' if more > 0 else ''}{text(more, larger)}" if more else "same")
+    return *(term[side].figure(lambda size: text(size, larger)) for side in "ab"), more
 
 
 def _line_table(diff: Diff, heads: Names) -> Iterator[Table]:

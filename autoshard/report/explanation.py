@@ -8,6 +8,7 @@ from autoshard.plan.explanation import Alternatives
 from autoshard.plan.plan import Plan
 from autoshard.report.answers import answers_sheet, runners_up_of
 from autoshard.report.plan_sheets import (
+    MOST_ROWS,
     NOTHING,
     day_fact,
     headroom_words,
@@ -23,6 +24,7 @@ from autoshard.report.words import TIME_WORDS, prediction_of, software_of
 from autoshard.spec.record import encode
 from autoshard.units import format_bytes, format_seconds
 
+_FEW_ROWS = 10  # of pipeline ranks, on the first screen
 _PASSES = ("F", "I", "W")
 _SECOND = "second best; what is sent"
 _ABOUT = (
@@ -33,22 +35,35 @@ _ABOUT = (
 
 
 def explanation_sheets(
-    plan: Plan, explanation: Explanation, alternatives: Alternatives, times: Sequence[RankTime] = ()
+    plan: Plan,
+    explanation: Explanation,
+    alternatives: Alternatives,
+    times: Sequence[RankTime] = (),
+    *,
+    whole: bool = True,
 ) -> Iterator[Sheet]:
-    """Yield what limits the plan, where time and memory go, every operation of its blocks, and the next best plans."""
+    """Yield what limits the plan, where time and memory go, and the next best plans.
+
+    The ``whole`` explanation has also what ranks hold part by part, every operation, and what was refused.
+    """
     figures = Node({**plan_figures(plan, times), "blocks": encode(explanation.blocks), "rules": {**explanation.rules}})
     facts = [Fact("layout", Words(explanation.candidate, "code"))]
     facts += [*_limits(plan, alternatives), Fact("headroom", headroom_words(plan)), day_fact(plan, figures["dollars"])]
     yield Sheet(facts=facts)
     yield time_sheet(figures)
-    yield Sheet(tables=[stage_table(plan, figures), memory_table(plan, figures)])
-    yield blocks_sheet(figures, explanation.blocks)
+    stages = stage_table(plan, figures, MOST_ROWS if whole else _FEW_ROWS)
+    yield Sheet(tables=[stages, memory_table(plan, figures)] if whole else [stages])
+    if whole:
+        yield blocks_sheet(figures, explanation.blocks)
     if alternatives.rivals:
         yield answers_sheet(plan, runners_up_of(plan, alternatives.rivals))
     if proof := alternatives.certificate:
         said = {"statement": proof.statement_of(plan), "accounting": proof.about(plan).accounting}
-        yield refused_sheet(Node({**encode(proof), **said}))
+        refused = refused_sheet(Node({**encode(proof), **said}))
+        yield refused if whole else Sheet(notes=refused.notes[:1])
     yield Sheet(notes=[Words(f"seconds {explanation.basis}", "warning"), *plan_warnings(plan)])
+    if not whole:
+        yield Sheet(facts=[Fact("more", "-v shows memory in parts, every operation, and what was refused")])
 
 
 def _limits(plan: Plan, alternatives: Alternatives) -> list[Fact]:
@@ -58,14 +73,15 @@ def _limits(plan: Plan, alternatives: Alternatives) -> list[Fact]:
     part, time_s = max(prediction.time_parts.items(), key=lambda entry: entry[1])
     most = f" of {software_of(plan)}, most of it {TIME_WORDS.get(part, part)}: {time_s / step_s:.0%}"
     fullest = prediction.peak_bytes / prediction.capacity_bytes
+    uses = f"the fullest rank uses {fullest:.0%} of what a plan may fill"
     less = 1 - unlimited_s / step_s
     if fullest > 1:
         memory = f"is too small: the fullest rank needs {fullest:.0%} of what a plan may fill"
     elif less <= NOTHING:
-        memory = f"does not limit it: the fullest rank uses {fullest:.0%}, and more memory would not make it faster"
+        memory = f"does not limit its speed: {uses}, and more memory would not make it faster"
     else:
         gain = f"with unlimited memory the same layout would take {format_seconds(unlimited_s)}, {less:.1%} less"
-        memory = f"limits it ({fullest:.0%} of a rank is full): {gain}"
+        memory = f"limits its speed: {uses}; {gain}"
     return [Fact("step", format_seconds(step_s), most), Fact("memory", memory)]
 
 

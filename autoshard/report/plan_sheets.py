@@ -179,8 +179,8 @@ def headroom_words(plan: Plan, certificate: Certificate | None = None) -> str:
     if gains and max(gains.values()) < _NO_GAIN:
         return f"{words}; this mesh gains nothing with less"
     if gains:
-        listed = (f"{gain:.1%} faster with {_short_percent(headroom)}" for headroom, gain in gains.items())
-        words += f"; this mesh would be {', '.join(listed)}"
+        listed = (f"{gain:.1%} less with {_short_percent(headroom)} free" for headroom, gain in gains.items())
+        words += f"; this mesh would take {', '.join(listed)}"
     return words
 
 
@@ -195,7 +195,7 @@ def _reserved_lines(plan: Plan) -> list[str]:
         return []
     low, high = map(format_bytes, interval)
     words = f"peak memory is {low} to {high}, by what PyTorch's allocator reserved in published runs"
-    return [f"{words}, and a rank can use {format_bytes(usable)}" if interval[1] > usable else words]
+    return [f"{words}, and a rank has {format_bytes(usable)}" if interval[1] > usable else words]
 
 
 def doubts(outside: Mapping[str, str], most: int | None = None) -> Iterator[str]:
@@ -375,9 +375,14 @@ def proof_sheet(proof: "Proof") -> Sheet:
     for block in proof.blocks:
         counts = ", ".join(f"{count} {kind}" for kind, count in block.collectives.items()) or "no collectives"
         label = Words("equal", "good") if block.holds else Words("DIFFERS", "bad")
-        facts.append(Fact(label, f"{block.name}: {block.num_results} results within {block.error:.0e}; {counts}"))
+        differ = f"differ by at most {block.error:.0e} of the largest" if block.error else "are the same bits"
+        facts.append(Fact(label, f"{block.name}: {block.num_results} results {differ}; {counts}"))
     notes = [Words(f"not kept: {feature}", "warning") for feature in proof.lost]
-    return Sheet(title="proof on virtual ranks, shrunk to", facts=facts, notes=notes)
+    about = (
+        "loss and every gradient in FP64 against the unsharded model; the plan, shrunk to a small model and few ranks:"
+    )
+    verdict = "the sharding computes the same" if proof.holds else "the sharding computes something else"
+    return Sheet(title=f"Proof on virtual ranks: {verdict}", about=about, facts=facts, notes=notes)
 
 
 def frontier_sheets(plans: Sequence[Plan], gap: float, ended: str) -> Iterator[Sheet]:

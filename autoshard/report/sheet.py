@@ -86,11 +86,14 @@ class Node:
             node = node[key] if node.value is not None and key in node.value else Node(None)
         return node
 
-    def figure(self, text: Callable[[Any], str] | None = None) -> Figure | str:
-        """Return a number as people read it: by the unit in its key, unless ``text`` says how; null is a dash."""
+    def figure(self, text: Callable[[Any], str] | None = None, beside: float = 0) -> Figure | str:
+        """Return a number as people read it: by the unit in its key, unless ``text`` says how; null is a dash.
+
+        A number in the column or row of a larger one, ``beside``, has its unit.
+        """
         if self.value is None:
             return "-"
-        words = text(self.value) if text else format_named(self.path.rpartition(".")[2], self.value)
+        words = text(self.value) if text else format_named(self.path.rpartition(".")[2], self.value, beside)
         return Figure(words, self.value, self.path)
 
 
@@ -99,14 +102,22 @@ Column = str | tuple[str, ...] | Callable[[Node], Cell]
 
 def sheet_rows(nodes: Iterable[Node], columns: Mapping[str, Column]) -> list[list[Cell]]:
     """Return a row for every object: for each column what lies under its keys, or what a function returns."""
-    return [[_cell(node, column) for column in columns.values()] for node in nodes]
+    columns_of_cells = (_cells([*nodes], column) for column in columns.values())
+    return [[*row] for row in zip(*columns_of_cells, strict=True)]
 
 
-def _cell(node: Node, column: Column) -> Cell:
+def _cells(nodes: Sequence[Node], column: Column) -> Sequence[Cell]:
+    """Return the cells of a column; its numbers have one unit, but for those that would lose their digits."""
     if callable(column):
-        return column(node)
-    value = node.at(*((column,) if isinstance(column, str) else column))
-    return value.value if isinstance(value.value, str) else value.figure()
+        return [column(node) for node in nodes]
+    values = [node.at(*((column,) if isinstance(column, str) else column)) for node in nodes]
+    largest = largest_of(values)
+    return [value.value if isinstance(value.value, str) else value.figure(beside=largest) for value in values]
+
+
+def largest_of(values: Iterable[Node]) -> float:
+    """Return the largest of the numbers among values, without their signs, and 0 if there is none."""
+    return max((abs(value.value) for value in values if isinstance(value.value, int | float)), default=0)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

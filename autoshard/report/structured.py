@@ -10,7 +10,7 @@ from autoshard.plan.diff import Breakdown, Diff, Term
 from autoshard.plan.explanation import Alternatives, Answer, Certificate, WhyNot
 from autoshard.plan.plan import Plan
 from autoshard.plan.rules.rule import Rejection
-from autoshard.report.answers import against_vendor
+from autoshard.report.answers import against_vendor, runners_up_of
 from autoshard.report.comparison import misfits, sentences
 from autoshard.spec.record import encode
 
@@ -96,7 +96,10 @@ def explanation_json(
         "unlimited_s": alternatives.unlimited_s,
         "gap": certificate and certificate.about(plan).gap,
         "certificate": encode(certificate),
-        "runners_up": list(map(_brief_json, alternatives.rivals)),
+        "runners_up": [
+            {"name": rival.name, **_brief_json(rival.plan), "slower": rival.slower, "ratio": encode(rival.ratio)}
+            for rival in runners_up_of(plan, alternatives.rivals)
+        ],
         "notes": list(notes),
     }
 

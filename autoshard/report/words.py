@@ -10,7 +10,7 @@ from autoshard.plan.recompute import Recompute
 from autoshard.plan.verify import unrun_precision
 from autoshard.report.sheet import Part
 from autoshard.spec.kernels import load_kernels
-from autoshard.units import format_seconds
+from autoshard.units import format_bytes, format_seconds
 
 TIME_WORDS = {
     "compute": "compute",
@@ -51,9 +51,9 @@ def ratio_words(ratio: Ratio) -> str:
     """Say how much less or more time one plan takes than another, the 80% interval, and the chance that it is faster.
 
     >>> ratio_words(Ratio(value=0.76, low=0.65, high=0.9, faster=0.98))
-    '24% less time (10% to 35%), faster with 98%'
+    '24% less time (10% to 35%); chance to be faster: 98%'
     >>> ratio_words(Ratio(value=1.02, low=0.95, high=1.1, faster=0.36))
-    '2.0% more time (5.0% less to 10% more), faster with 36%'
+    '2.0% more time (5.0% less to 10% more); chance to be faster: 36%'
     """
     side = "less" if ratio.value < 1 else "more"
     ends = sorted((ratio.low, ratio.high), reverse=ratio.value < 1)
@@ -62,7 +62,7 @@ def ratio_words(ratio: Ratio) -> str:
         within = " to ".join(texts)
     else:
         within = f"{share_words(ratio.low - 1)} less to {share_words(ratio.high - 1)} more"
-    return f"{share_words(ratio.value - 1)} {side} time ({within}), faster with {chance_words(ratio.faster)}"
+    return f"{share_words(ratio.value - 1)} {side} time ({within}); chance to be faster: {chance_words(ratio.faster)}"
 
 
 def share_words(share: float) -> str:
@@ -219,3 +219,11 @@ def kept_free_words(plan: Plan) -> str:
     if load_kernels(plan.kernels).reserved:
         return f"tensors leave {plan.headroom:.0%}, which blocks of the allocator may fill"
     return f"{plan.headroom:.0%} is kept free on purpose"
+
+
+def spill_words(plan: Plan) -> str:
+    """Say that the peak of memory may be above what a rank has, where an allocator's share is estimated; "" if not."""
+    interval, usable = prediction_of(plan).peak_interval_bytes, plan.cluster.rank_memory_bytes
+    if not interval or interval[1] <= usable:
+        return ""
+    return f"may reach {format_bytes(interval[1], usable)}, which does not fit: a larger --headroom is safer"

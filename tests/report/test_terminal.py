@@ -263,7 +263,7 @@ def test_what_lies_within_the_interval_is_counted_and_named():
         own = {"step_time_s": time_s, "low_s": time_s, "high_s": time_s, "time_parts": {"compute": time_s}}
         others.append(with_prediction(other, **own))
     text = " ".join(printed(answers_sheet(plan, runners_up_of(plan, others))).split())
-    assert "3 of these (2, 3, 4) lie within the interval of this prediction" in text
+    assert "2, 3, 4 may be as fast as this plan" in text
     assert all(str(other.candidate) in text for other in others)
     vendor = Answer(
         name="vendor", plan=others[0], why="documented", slower=0.1, against=("too little memory",), source="its page",
