@@ -1,5 +1,6 @@
 """``autoshard explain``: where the time and memory of a plan go."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from autoshard.blocks.explain import explain as explained
@@ -53,15 +54,7 @@ def explain(
         require((not is_plan, f"--trace {trace}", "is the plan itself"), *place_checks(trace, "--trace"))
     if is_module_plan(plan):
         options = {"--why-not": why_not, "--calibration": calibration, "--trace": trace, "--run": run}
-        require(
-            *(
-                (value is None, name, f"is not for the plan of a module, as {plan} is")
-                for name, value in options.items()
-            )
-        )
-        figures = encode(load_module_plan(plan))
-        print_answer(figures if json else module_sheets(Node(figures)))
-        return 0
+        return _explain_module(plan, [name for name, value in options.items() if value is not None], json=json)
     constants = calibration and load_calibration(calibration)
     read = check_plan(load(plan), constants)
     misfits = [reason for reason in read.rejections if reason.rule_id != "memory"]
@@ -87,3 +80,11 @@ def explain(
     if trace and not json:
         print(f"wrote {trace}; open it at https://ui.perfetto.dev")
     return code
+
+
+def _explain_module(plan: Path, stated: Sequence[str], *, json: bool) -> int:
+    """Show the plan of a module, for which the options that were stated are not."""
+    require(*((False, name, f"is not for the plan of a module, as {plan} is") for name in stated))
+    figures = encode(load_module_plan(plan))
+    print_answer(figures if json else module_sheets(Node(figures)))
+    return 0

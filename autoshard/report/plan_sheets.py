@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from autoshard.cost.timeline import RankTime
 from autoshard.plan.explanation import Answer, Certificate
-from autoshard.plan.plan import Compiling, Plan, Prediction
+from autoshard.plan.plan import Plan, Prediction
 from autoshard.plan.rules.rule import Rejection
 from autoshard.report.answers import answers_sheet
 from autoshard.report.sheet import Bar, Cell, Column, Fact, Node, Sheet, Table, Words, sheet_rows
@@ -13,6 +13,7 @@ from autoshard.report.words import (
     TIME_WORDS,
     again_of,
     axes_words,
+    compiled_words,
     counted,
     layers_of,
     layout_words,
@@ -260,12 +261,6 @@ def search_words(certificate: Certificate) -> str:
     if not certificate.bound:
         return f"{of} in part: how much {more} another could be is not known"
     return f"the {best} of {of}" if gap < 1e-9 else f"{of}: none can be more than {format_at_most(gap)} {more}"
-
-
-def compiled_words(compiling: Compiling) -> str:
-    """Say what is compiled before the first step, and how long that takes."""
-    graphs = counted(compiling.num_graphs, "distinct graph")
-    return f"before the first step, {graphs} to compile: {format_seconds(compiling.compile_s)} by {compiling.basis}"
 
 
 def time_sheet(figures: Node) -> Sheet:

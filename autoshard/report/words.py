@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.explanation import Ratio
 from autoshard.plan.folding import expert_ranks
-from autoshard.plan.plan import Plan, Prediction
+from autoshard.plan.plan import Compiling, Plan, Prediction
 from autoshard.plan.recompute import Recompute
 from autoshard.plan.verify import unrun_precision
 from autoshard.report.sheet import Part
@@ -227,3 +227,9 @@ def spill_words(plan: Plan) -> str:
     if not interval or interval[1] <= usable:
         return ""
     return f"may reach {format_bytes(interval[1], usable)}, which does not fit: a larger --headroom is safer"
+
+
+def compiled_words(compiling: Compiling) -> str:
+    """Say what is compiled before the first step, and how long that takes."""
+    graphs = counted(compiling.num_graphs, "distinct graph")
+    return f"before the first step, {graphs} to compile: {format_seconds(compiling.compile_s)} by {compiling.basis}"

@@ -51,6 +51,7 @@ WRONG = [
     ("", ["usage: autoshard COMMAND"]),
     ("plna", ["plna: not a command. Did you mean plan?"]),
     ("llama-tiny", ["llama-tiny: not a command. Type: autoshard plan tiny-llama"]),
+    ("sweep tiny --wandb=list.yaml", ["--wandb list.yaml: is no project of W&B"]),
     ("plan llama-tiny", ["'llama-tiny' is not a known model. Did you mean tiny-llama"]),
     ("plan --model zzz --cluster qqq", ["autoshard list models prints all", "autoshard list clusters prints all"]),
     ("run nope", ["nope: there is no such file. autoshard list recipes prints all"]),

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from autoshard.commands.output import print_answer
+from autoshard.commands.progress import StatusLine
 from autoshard.commands.tokenize import named_tokenizer
 from autoshard.errors import Fault, InputError, require
 from autoshard.plan.candidate import Candidate
@@ -137,7 +138,12 @@ class _Ask:
         from autoshard.runtime.generating import SpeakingModel, chooser, continued
 
         model = SpeakingModel.of(plan, _source_of(self.weights), Formats())
-        return [*continued(model, self.prompt, self.num_tokens, chooser(*self.draw), self.stop)]
+        line, added = StatusLine(silent=given_rank() is not None), list[int]()
+        for token in continued(model, self.prompt, self.num_tokens, chooser(*self.draw), self.stop):
+            added.append(token)
+            line.show(f"{len(added)} of {self.num_tokens} tokens")
+        line.clear()
+        return added
 
 
 def plan_of_text(model: ModelSpec, num_tokens: int, num_ranks: int) -> Plan:
