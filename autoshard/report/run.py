@@ -5,9 +5,8 @@ from typing import Any, NamedTuple
 
 from autoshard.cost.predict import sent_by_stage
 from autoshard.plan.plan import Plan
-from autoshard.report.plan_sheets import compiled_words
 from autoshard.report.sheet import Cell, Node, Sheet, Table, Words
-from autoshard.report.words import counted, prediction_of, ranks_text
+from autoshard.report.words import compiled_words, counted, prediction_of, ranks_text
 from autoshard.run.reports import DryRank, Measured, RunReport, TimedStep, with_nulls
 from autoshard.spec.kernels import load_kernels
 from autoshard.units import format_bytes, format_count, format_seconds

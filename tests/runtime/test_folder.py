@@ -140,6 +140,24 @@ def test_full_disks_name_the_file_after_the_tables_and_notes_say_what_is_not_use
     assert "runs/tiny/measured.jsonl: No space left on device" in said.err
 
 
+@pytest.mark.ranks
+def test_a_run_whose_folder_is_deleted_says_so_and_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tiny.json").write_text(dump(tiny_plan("tp=1,pp=1,dp=1")))
+    append = MetricsLog.append
+
+    def append_and_delete(self: MetricsLog, record: Any) -> None:
+        append(self, record)
+        shutil.rmtree(tmp_path / "runs", ignore_errors=True)
+
+    monkeypatch.setattr(MetricsLog, "append", append_and_delete)
+    assert main(["run", "tiny.json", "--steps", "2"]) == 3
+    said = capsys.readouterr()
+    assert "runs/tiny was deleted while the run was on" in said.err and "\nwrote" not in said.out
+
+
 @pytest.mark.slow
 @pytest.mark.ranks
 def test_ranks_are_started_again_from_the_newest_checkpoint_even_if_another_step_was_named(tmp_path: Path) -> None:

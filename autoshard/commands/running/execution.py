@@ -299,11 +299,9 @@ def _conclude(execution: Execution, report: RunReport, display: RunDisplay, outp
     if only_extracts():
         print("graphs were extracted but not run: there are no losses, no times and no measured row")
         return 0
-    failures = [
-        failure
-        for failure in (display.failure, report.unsaved and f"the state at the end: {report.unsaved}")
-        if failure
-    ]
+    deleted = "" if (folder / PLAN).is_file() else f"{folder} was deleted while the run was on: what it held is lost"
+    unsaved = report.unsaved and f"the state at the end: {report.unsaved}"
+    failures = [failure for failure in (display.failure, unsaved, deleted) if failure]
     rows, training = folder / "measured.jsonl", execution.run.training
     row = _measured_row(execution, report) if report.steps else ""
     try:  # a failure is reported at the end, after the tables
@@ -321,9 +319,8 @@ def _conclude(execution: Execution, report: RunReport, display: RunDisplay, outp
         of_run = ([fields for _, fields in records_in(folder, name)] for name in (METRICS, EVALUATIONS))
         print(*ending_lines(*of_run), "", sep="\n")
         print_answer([run_sheet(plan, Node(measured), comparable=plan.cluster.name == execution.platform)])
-        print(f"\nwrote {folder}: plan.json, metrics.jsonl, measured.jsonl, report.json, checkpoints")
-        for line in _next_steps(execution, rows):
-            print(line)
+        wrote = f"\nwrote {folder}: plan.json, metrics.jsonl, measured.jsonl, report.json, checkpoints"
+        print(*(() if deleted else (wrote, *_next_steps(execution, rows))), sep="\n")
     else:
         print(_without_steps(training.steps, stopped_by=report.signal))
     if report.steps:
