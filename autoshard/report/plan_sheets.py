@@ -106,8 +106,8 @@ def plan_headline(plan: Plan, figures: Node) -> Sheet:
     causal = prediction["mfu_causal"]
     masked: Cell = (" (", causal.figure(), " causal)") if causal else ""
     missing = peak.value - prediction_of(plan).capacity_bytes
-    kept_free = f", and a headroom of {plan.headroom:.0%}" if plan.headroom else ""
-    room: Cell = f"{format_bytes(-missing)} free{kept_free}"
+    usable = format_bytes(figures["usable_bytes"].value)
+    room: Cell = f"{format_bytes(-missing)} free; {plan.headroom:.0%} of {usable} is kept free"
     if missing > 0:
         room = Words(f"{format_bytes(missing)} too much", "bad")
     capacity = prediction["capacity_bytes"].figure()
