@@ -106,8 +106,8 @@ def plan_headline(plan: Plan, figures: Node) -> Sheet:
     causal = prediction["mfu_causal"]
     masked: Cell = (" (", causal.figure(), " causal)") if causal else ""
     missing = peak.value - prediction_of(plan).capacity_bytes
-    usable = format_bytes(figures["usable_bytes"].value)
-    room: Cell = f"{format_bytes(-missing)} free; {plan.headroom:.0%} of {usable} is kept free"
+    headroom = f"; {plan.headroom:.0%} of {format_bytes(figures['usable_bytes'].value)} is kept free"
+    room: Cell = f"{format_bytes(-missing)} free{headroom if plan.headroom else ''}"
     if missing > 0:
         room = Words(f"{format_bytes(missing)} too much", "bad")
     capacity = prediction["capacity_bytes"].figure()

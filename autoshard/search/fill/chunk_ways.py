@@ -42,15 +42,16 @@ class ChunkWays:
         for kind in dict.fromkeys(kinds.tolist()):
             numbers: list[int] = np.flatnonzero(kinds == kind).tolist()
             each_ways = [self.ways[pairs[number]] for number in numbers]
-            ways, kept = np.concatenate(each_ways), ends[:, :, None]
+            ways, flight_bytes = np.concatenate(each_ways), ends[:, :, None]
             for name, (again, plain) in zip(_KEPT, self.flights[..., ways], strict=False):
                 column: Floats = getattr(layer, name)
-                kept = kept + again[..., None] * column[kind] + plain[..., None] * column[plain_kind]
-            fewest, some = self.behind[..., ways, None]
+                layer_bytes = again[..., None] * column[kind] + plain[..., None] * column[plain_kind]
+                flight_bytes = flight_bytes + layer_bytes
+            fewest, has_plain = self.behind[..., ways, None]
             freed = 0.0 if blocks.schedule.splits_backward else fewest * layer.saved_bytes[plain_kind]
-            working = np.maximum(some * layer.moment_bytes[plain_kind], layer.moment_bytes[kind] - freed)
+            working = np.maximum(has_plain * layer.moment_bytes[plain_kind], layer.moment_bytes[kind] - freed)
             starts = np.cumsum([0, *map(len, each_ways[:-1])])
-            least = np.minimum.reduceat(kept.max(axis=1) + working, starts, axis=1)
+            least = np.minimum.reduceat(flight_bytes.max(axis=1) + working, starts, axis=1)
             held |= dict(zip(numbers, np.moveaxis(least, 1, 0), strict=True))
         return np.stack([held[number] for number in range(len(pairs))], axis=1)
 
@@ -79,12 +80,12 @@ def _least_ways(flights: bytes, shape: tuple[int, int, int], head: bytes, totals
     for pair, ways in _all_ways(totals, chunks).items():
         again, plain = np.array(ways, dtype=np.float64).swapaxes(0, 1)
         fewest = np.where(has_head, np.inf, plain).min(axis=2)
-        some = np.where(has_head, 0.0, plain > 0).max(axis=2)
-        behind = np.stack([fewest, some])
-        kept = np.einsum("krtc,awc->kartw", by_kept, np.stack([again, plain]))
-        by_rank = np.moveaxis(kept, 2, 0).reshape(shape[0], -1, len(ways))
-        needed = _undominated(np.concatenate([by_rank, -fewest[:, None], some[:, None]], axis=1))
-        parts[pair] = kept[..., needed], behind[..., needed]
+        has_plain = np.where(has_head, 0.0, plain > 0).max(axis=2)
+        behind = np.stack([fewest, has_plain])
+        flight = np.einsum("krtc,awc->kartw", by_kept, np.stack([again, plain]))
+        by_rank = np.moveaxis(flight, 2, 0).reshape(shape[0], -1, len(ways))
+        needed = _undominated(np.concatenate([by_rank, -fewest[:, None], has_plain[:, None]], axis=1))
+        parts[pair] = flight[..., needed], behind[..., needed]
     ends = np.cumsum([behind.shape[2] for _, behind in parts.values()]).tolist()
     numbers: dict[Pair, Ints] = {
         pair: np.arange(end - behind.shape[2], end)
@@ -92,7 +93,7 @@ def _least_ways(flights: bytes, shape: tuple[int, int, int], head: bytes, totals
     }
     return ChunkWays(
         ways=numbers,
-        flights=np.concatenate([kept for kept, _ in parts.values()], axis=-1),
+        flights=np.concatenate([flight for flight, _ in parts.values()], axis=-1),
         behind=np.concatenate([behind for _, behind in parts.values()], axis=-1),
     )
 
@@ -119,12 +120,12 @@ def _undominated(sizes: Floats) -> NDArray[np.bool_]:
 def _of_ends(blocks: PipelineBlocks) -> Floats:
     """Return what ranks keep of embedding and head: [rank, time, candidate]."""
     schedule, flights, stages = blocks.schedule, fullest_times(blocks.schedule), counts_of(blocks.schedule).stages
-    by_kept, kept = np.split(flights, flights.shape[2] // schedule.num_chunks, axis=2), np.zeros(1)
+    by_kept, ends_bytes = np.split(flights, flights.shape[2] // schedule.num_chunks, axis=2), np.zeros(1)
     for stage, block in ((0, blocks.embed), (schedule.num_stages - 1, blocks.head)):
         for name, flight in zip(_KEPT, by_kept, strict=False):
             of_stage = (flight * (stages == stage)[:, None]).sum(axis=2)
-            kept = kept + of_stage[..., None] * getattr(block, name)[0]
-    return kept
+            ends_bytes = ends_bytes + of_stage[..., None] * getattr(block, name)[0]
+    return ends_bytes
 
 
 def _divisions(total: int, parts: int) -> Iterator[tuple[int, ...]]:
