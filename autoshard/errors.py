@@ -160,6 +160,7 @@ class Stopped(AutoshardError):
 
 _LEAST_PART = 3  # letters of a name that tell it
 _ALIKE = 0.6  # likeness from which on a name may be meant
+_ALIKE_IN_ORDER = 0.8  # likewise with the words of both in order
 _WORD = re.compile(r"[-_. ]")  # between words of a name
 Check = tuple[bool, str, str]  # whether it holds, where, and what to say if it does not
 
@@ -230,7 +231,8 @@ def close_names(name: str, known: Sequence[str]) -> list[str]:
     if lower in by_lower:
         return [by_lower[lower]]
     likeness = {entry: _likeness(lower, entry) for entry in by_lower}
-    close = sorted((entry for entry in likeness if likeness[entry] >= _ALIKE), key=lambda entry: -likeness[entry])
+    ranked = sorted(((alike, entry) for entry, alike in likeness.items() if alike >= _ALIKE), reverse=True)
+    close = [entry for _, entry in ranked]
     if not close and len(lower) >= _LEAST_PART:
         close = [entry for entry in by_lower if lower in entry]
     return [by_lower[entry] for entry in close[:3]]
@@ -239,5 +241,5 @@ def close_names(name: str, known: Sequence[str]) -> list[str]:
 def _likeness(name: str, entry: str) -> float:
     """Return how alike two names are, from 0 to 1, as they stand or with their words in order."""
     theirs, ours = (" ".join(sorted(_WORD.split(text))) for text in (name, entry))
-    pairs = ((entry, name), (ours, theirs))
-    return max(SequenceMatcher(None, a, b).ratio() for a, b in pairs)
+    as_they_stand, in_order = (SequenceMatcher(None, *pair).ratio() for pair in ((entry, name), (ours, theirs)))
+    return max(as_they_stand, in_order if in_order >= _ALIKE_IN_ORDER else 0.0)

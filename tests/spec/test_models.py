@@ -159,8 +159,8 @@ def test_a_file_that_is_no_config_is_refused_with_its_path(tmp_path: Path, conte
     ("name", "says"),
     [
         ("lama3-70b", "llama3-70b"),
-        ("zzz", "tiny-llama"),
-        ("", "tiny-llama"),
+        ("zzz", "autoshard list models prints all"),
+        ("", "autoshard list models prints all"),
         ("nothing.json", "there is no such file"),
         ("/tmp", "config.json: there is no such file"),
         ("/dev/null", "not a regular file"),
