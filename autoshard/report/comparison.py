@@ -247,7 +247,9 @@ def _breakdowns(diff: Diff, figures: Node, heads: Names) -> Iterator[Table]:
 
 def _breakdown(title: str, whole: Node, text: Callable[[float, float], str], heads: Names) -> Table:
     rows: list[tuple[Cell, ...]] = []
-    cancels = any(abs(part["share"].value) > _TIMES for part in whole["parts"])  # shares of what is left say nothing
+    cancels = any(
+        abs(part["share"].value or 0.0) > _TIMES for part in whole["parts"]
+    )  # shares of what is left say nothing
     for part in whole["parts"]:
         name, share = str(part["name"].value), part["share"].figure(lambda share: f"{round(share, 3) + 0.0:.1%}")
         rows.append(

@@ -13,6 +13,7 @@ from autoshard.plan.candidate import Candidate
 from autoshard.plan.diff import diff
 from autoshard.plan.explanation import Alternatives, Flip, WhyNot
 from autoshard.plan.plan import StageMemory
+from autoshard.report import comparison
 from autoshard.report.comparison import comparison_sheets, misfits, sentences, why_not_sheets
 from autoshard.report.explanation import explanation_sheets
 from autoshard.report.sheet import Node
@@ -191,3 +192,11 @@ def test_another_layout_is_compared_and_what_would_turn_the_order_follows():
     assert why_not_json(own, refused)["other"] is None
     text = why_not(own, found_of(other, fits=False, against=("too large",)))
     assert "refused too large" in text and "the smallest with tp=32" in text
+
+
+def test_parts_that_differ_beside_equal_totals_have_no_share_of_a_difference():
+    row = {"name": "compute", "a": 2.0, "b": 1.0, "difference": -1.0, "share": None}
+    rows = [row, {**row, "name": "idle", "a": 1.0, "b": 2.0, "difference": 1.0}]
+    whole = Node({"parts": rows, "total": {"name": "all", "a": 3.0, "b": 3.0, "difference": 0.0, "share": None}})
+    text = printed(comparison._breakdown("Time", whole, lambda size, _: f"{size} s", ("this", "that")))
+    assert "+1.0 s" in text and "same" in text and "%" not in text
