@@ -172,7 +172,8 @@ def _least_held(blocks: PipelineBlocks, choices: StageChoices, totals: Ints) -> 
         else:
             memory |= _least_memory(blocks, kind, again, plain, options.plain_kind)
             memory["working"] = np.minimum(prices.memory["working"], memory["working"])
-        memory.pop("host", None)  # it depends on the chunk as well
+        for part in ("host", "queued"):  # they depend on the chunk, and on the room that is left, as well
+            memory.pop(part, None)
         reserved = load_kernels(blocks.question.kernels).reserved
         if reserved:
             excluded = memory.pop("reserved") * 0.0 + memory["runtime"]

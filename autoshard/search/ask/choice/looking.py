@@ -16,8 +16,8 @@ from autoshard.search.bound.space import KEYS
 from autoshard.search.bound.unsolved import PlainPoints
 from autoshard.search.fill.stage_options import ALL_RANGES
 
-_FEW = 4  # points of a kind that are looked at, those that look fastest
-_MOST = 256  # if none of them fits in memory
+_FEW = 4  # points of a kind that are looked at first, those that look fastest
+_MOST = 256  # while none fits in memory, or some that were not looked at may be faster
 Sizes = Mapping[str, Any]  # by key: numbers, or columns of numbers
 
 
