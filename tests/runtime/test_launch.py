@@ -98,7 +98,7 @@ def test_a_signal_ends_all(number: signal.Signals, whom: str, code: int, says: s
     write_tiny(tmp_path)
     with started(tmp_path, "run", "tiny.json", "--steps", "100000") as process:
         steps = tmp_path / "runs" / "tiny" / "metrics.jsonl"
-        wait_until(lambda: steps.is_file() or process.poll() is not None, "there is a step")
+        wait_until(lambda: (steps.is_file() and steps.stat().st_size > 0) or process.poll() is not None, "a step")
         ranks = children_of(process.pid)
         assert len(ranks) == 2
         if whom == "all":

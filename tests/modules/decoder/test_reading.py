@@ -135,7 +135,7 @@ def test_code_that_no_card_says_is_searched_explained_and_proven(name: str, type
     assert "pipeline 2" in out and ("not as in the code: head: div_tanh_mul_own" in out) == (name == "gemma")
     code, out, _ = typed("verify plan.json")
     assert code == 0 and "may run on" in out and "equal   layer" in out and "DIFFERS" not in out.upper()
-    code, out, _ = typed("explain plan.json")
+    code, out, _ = typed("explain plan.json -v")
     assert code == 0 and "layer, " in out
     code, out, _ = typed("run plan.json --dry-run --dry-ranks 0")
     assert code == 0 and "weights" in out
