@@ -30,6 +30,7 @@ CASES = {
     "mcore": ("llama3-8b", "h100-80", 2, "kernels=mcore"),
     "host memory": ("llama3-8b", "a100-80", 2, ""),
     "torch": ("llama3-8b", "h100-80", 2, "kernels=torch_cuda,cp=2"),
+    "tokens-sent-once": ("qwen3-30b-a3b", "h100-80", 2, "kernels=mcore"),
     "heads-over-cp": ("llama3-8b", "h100-80", 2, "tp=1,cp_kind=all_to_all"),
 }
 CUT_ALIKE = ("nxd-core", "heads-over-cp", "host memory")  # whatever their sizes

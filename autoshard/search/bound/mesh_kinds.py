@@ -83,7 +83,8 @@ class MeshKinds:
         rows = {key: column[layouts] for key, column in self._legal.space.rows.items()}
         atoms = {atom: column[layouts] for atom, column in self._pricer.atoms.items()}
         most_s, capacity = _FAR * _rounded_up(limit_s), _rounded_up(float(np.max(self._goal.capacity)))
-        bounds = uncut_seconds(self._pricer.question, terms, rows, atoms, capacity)
+        meshes = atoms, lambda over: self._pricer.ring(over, layouts)
+        bounds = uncut_seconds(self._pricer.question, terms, rows, meshes, capacity)
         far = (bounds >= most_s) & (np.isinf(bounds) | (rows["tp"] * rows["pp"] > 1))
         beyond = far & np.isfinite(bounds)
         self.least_left = min(self.least_left, float(bounds[beyond].min(initial=np.inf)))

@@ -160,7 +160,7 @@ class LayoutPricer:
             atoms={atom: column[layouts] for atom, column in self.atoms.items()},
             num_sequences=rows["mbs"] * rows["dp"],
             num_micro_batches=np.maximum(1, batch // (rows["mbs"] * rows["dp"])),
-            ring=lambda atoms: only(self._ring(atoms), layouts),
+            ring=lambda atoms: self.ring(atoms, layouts),
         )
         shared = shared_cuttings(self.question, meshes, (terms, slack), self.between)
         return [(cutting, layouts[served]) for cutting, served in shared]
@@ -188,7 +188,7 @@ class LayoutPricer:
             part, count, rows = whole.only(indices), len(indices), numbers[indices]
             self.between()
             groups = atom_groups(blocks.every()) | stage_groups(kernels)
-            rings = {atoms: only(self._ring(atoms), rows) for atoms in groups}
+            rings = {atoms: self.ring(atoms, rows) for atoms in groups}
             setting = Setting(
                 blocks=blocks,
                 sizes=question.sizes((part.rows["mbs"] * part.rows["dp"]).astype(np.float64)),
@@ -231,7 +231,7 @@ class LayoutPricer:
             return first
         atoms = {atom: column[numbers].astype(np.float64) for atom, column in self.atoms.items()}
         groups = dict.fromkeys(group for part in parts for group in part.setting.rings)
-        rings, orders = {group: only(self._ring(group), numbers) for group in groups}, [part.orders for part in parts]
+        rings, orders = {group: self.ring(group, numbers) for group in groups}, [part.orders for part in parts]
         setting = replace(first.setting, atoms=atoms, rings=rings, cp_order=np.concatenate(orders))
         rows = {key: np.concatenate([part.space.rows[key] for part in parts]) for key in first.space.rows}
         before = np.cumsum([0, *(len(part.cuttings) for part in parts)])
@@ -284,9 +284,9 @@ class LayoutPricer:
         self.between()
         return price_block(self.question, setting, layer, drop, counted)
 
-    def _ring(self, atoms: tuple[str, ...]) -> Ring:
-        """Return the groups over some atoms on the meshes of all layouts."""
-        return self._ring_on((None, atoms), self._meshes)
+    def ring(self, atoms: tuple[str, ...], layouts: Ints) -> Ring:
+        """Return the groups over some atoms on the meshes of some layouts."""
+        return only(self._ring_on((None, atoms), self._meshes), layouts)
 
     def _state_ring(self, groups: Groups, atoms: tuple[str, ...]) -> Ring:
         """Return the groups over some atoms of the step phase; one rank where ZeRO's groups do not divide a mesh."""
