@@ -33,6 +33,7 @@ CASES = {
     "tokens-sent-once": ("qwen3-30b-a3b", "h100-80", 2, "kernels=mcore"),
     "heads-over-cp": ("llama3-8b", "h100-80", 2, "tp=1,cp_kind=all_to_all"),
 }
+ON_DEVICE = ("dense-trn1", "nxd-core", "mcore", "torch", "tokens-sent-once")  # no recompute with host memory
 CUT_ALIKE = ("nxd-core", "heads-over-cp", "host memory")  # whatever their sizes
 
 
@@ -67,8 +68,10 @@ def test_no_recompute_takes_or_keeps_less_than_its_bound(case):
             )  # of host memory three layers are on their way
             assert (at_least <= held * SURE).all()
             on_device = [not kind.offload for kind in exact.kinds]
-            assert (bound.pass_s >= 0.75 * layer.pass_s)[on_device].all()  # and not much less
-            assert any(on_device) and (all(on_device) == (case in ("dense-trn1", "nxd-core", "mcore", "torch")))
+            assert (bound.pass_s >= 0.85 * layer.pass_s)[on_device].all()  # and not much less
+            assert any(on_device) and (
+                all(on_device) == (case in ("dense-trn1", "nxd-core", "mcore", "torch", "tokens-sent-once"))
+            )
 
 
 @pytest.mark.parametrize("case", rest_is_slow(CASES, 0, 2))

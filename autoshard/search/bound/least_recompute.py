@@ -1,8 +1,9 @@
 """Lower bounds of what a block takes and keeps under recompute, read off the block that keeps everything.
 
 No other program is lowered for them. Kernels whose operations are all computed again run once more, and read at least
-what they read before. What such a block keeps follows from the graph alone; every tensor is counted in the smallest of
-the layouts in which it exists. All else that recompute needs is left out.
+what they read before. What they read that is itself computed again is sent to them again. What such a block keeps
+follows from the graph alone; every tensor is counted in the smallest of the layouts in which it exists. All else that
+recompute needs is left out.
 """
 
 from collections import defaultdict
@@ -18,9 +19,13 @@ from autoshard.cost.setting import BlockCost, BlockWork, Question, Setting, bloc
 from autoshard.cost.sharded import CutBlocks, LoweredBlock
 from autoshard.graph.block import Block, Saved
 from autoshard.layout.layout import Layout
-from autoshard.layout.program import values_read, values_written
+from autoshard.layout.program import Communicate, Compute, values_read, values_written
 from autoshard.plan.lowering import lowered
 from autoshard.plan.recompute import Recompute
+from autoshard.search.fill.stage_options import SURE
+
+_AGAIN = ".again"  # ends the names of what clones make
+_RING = "around a ring"  # stands for the keys that an operation sends around
 
 
 def costs_of(
@@ -50,18 +55,21 @@ class LeastRecompute:
 
     def costs(self, kinds: Sequence[Recompute]) -> list[BlockCost]:
         """Return the costs of several kinds of recompute that no block with them stays below."""
-        return costs_of(kinds, self.cost, self._offloaded)
+        whole_s = sum(self.cost(Recompute()).seconds["W"].values())
+        return costs_of(kinds, self.cost, lambda cost: self._offloaded(cost, whole_s))
 
-    def _offloaded(self, cost: BlockCost) -> BlockCost:
-        """Return a bound with host memory; a backward pass that takes longer may hide more, so it is left as it is."""
-        moved = offloaded(cost, self.question)
-        return replace(moved, seconds={**moved.seconds, "I": cost.seconds["I"]})
+    def _offloaded(self, cost: BlockCost, weights_s: Number) -> BlockCost:
+        """Return a bound with host memory. What a longer backward pass hides besides, it takes itself."""
+        late_s = np.maximum(weights_s, sum(cost.seconds["W"].values())) * (1 + SURE)
+        moved = offloaded(replace(cost, seconds={**cost.seconds, "W": {"compute": late_s}}), self.question)
+        return replace(moved, seconds={**moved.seconds, "W": cost.seconds["W"]})
 
     def cost(self, drop: Recompute) -> BlockCost:
         """Return a cost that no block with this recompute stays below, in any pass or in what it saves.
 
         While one such block is at work, what it keeps and what it makes again are together what the block keeps without
-        recompute. So where a block keeps more than is said here, it makes as much less again.
+        recompute. So where a block keeps more than is said here, it makes as much less again. Beside that it holds what
+        the block holds without recompute, and what clones need.
         """
         setting, question = self.setting, self.question
         if drop.kind == "none":
@@ -75,11 +83,14 @@ class LeastRecompute:
         unchanged = (pair for pair, run in pairs if len(run.touched) == len(pair[0].touched))
         runs = (*changed, *_runs_again(whole, block))
         kernels = (*unchanged, *works_of(whole, runs, setting, sizes_of, question.rates.matrix_tile))
+        sent = (self.work.messages[number] for number in _sent_again(self.blocks, self.kind, block))
+        messages = (*self.work.messages, *((replace(message, pass_="I"), size) for message, size in sent))
         layouts = _layouts_of(self.blocks, self.kind)
         saved: Number = sum(_least_bytes(entry, whole, layouts, sizes_of) for entry in block.saved)
         remade = np.maximum(0.0, self.work.memory.saved_bytes - saved)
-        memory = replace(self.work.memory, saved_bytes=saved, waiting_bytes=0, remade_bytes=remade, working_bytes=0)
-        return block_cost(replace(self.work, kernels=kernels, memory=memory), setting.rings, question.rates)
+        memory = replace(self.work.memory, saved_bytes=saved, waiting_bytes=0, remade_bytes=remade)
+        work = replace(self.work, kernels=kernels, messages=messages, memory=memory)
+        return block_cost(work, setting.rings, question.rates)
 
 
 def _without_copies(run: KernelRun, storages: Collection[str]) -> KernelRun:
@@ -96,6 +107,43 @@ def _runs_again(whole: LoweredBlock, block: Block) -> Iterator[KernelRun]:
             inputs = {name for op in run.ops for name in op.inputs} - results
             read = tuple((op, tensor) for op, tensor in run.touched if tensor.name in inputs)
             yield replace(run, pass_="I", ops=tuple(replace(op, again=True) for op in run.ops), touched=read)
+
+
+def _sent_again(blocks: CutBlocks, kind: str, block: Block) -> list[int]:
+    """Return the numbers of the forward messages, of the block that keeps everything, that this block repeats.
+
+    A clone reads a tensor that is made again as its operation read it. A tensor that was kept is gathered again on
+    platforms that keep none gathered.
+    """
+    messages, by_reader = blocks.block(kind, Recompute()).sharding.messages, _sent_to(blocks, kind)
+    keeps_gathered, again = blocks.step.platform.keeps_gathered, set[int]()
+    for clone in block.ops:
+        for name in clone.inputs if clone.again else ():
+            tensor = name.removesuffix(_AGAIN)
+            sent = by_reader.get((clone.source, tensor), ())
+            gathers = all(messages[number].collective.kind == "all_gather" for number in sent)
+            if tensor != name or (gathers and not keeps_gathered):
+                again.update(sent)
+        again.update(by_reader.get((clone.source, _RING), ()) if clone.again else ())
+    return sorted(again)
+
+
+@cache
+def _sent_to(blocks: CutBlocks, kind: str) -> Mapping[tuple[str, str], tuple[int, ...]]:
+    """Return the numbers of the messages of the forward pass that bring an operation one of its inputs, or its ring."""
+    program = lowered(blocks.step, kind, Recompute(), blocks.cutting, blocks.atoms)
+    to_value, to_reader, number = dict[str, tuple[int, ...]](), dict[tuple[str, str], tuple[int, ...]](), 0
+    for entry in program.instructions:
+        if isinstance(entry, Communicate):
+            to_value[entry.writes.name] = (*to_value.get(entry.reads.name, ()), number)
+            number += 1
+        elif isinstance(entry, Compute) and entry.op.pass_ == "F":
+            for name, value in zip(entry.op.inputs, entry.reads, strict=True):
+                to_reader[entry.op.name, name] = to_value.get(value.name, ())
+    for ring, message in enumerate(blocks.block(kind, Recompute()).sharding.messages[number:], start=number):
+        if message.pass_ == "F":
+            to_reader[message.entry, _RING] = (*to_reader.get((message.entry, _RING), ()), ring)
+    return to_reader
 
 
 def _least_bytes(

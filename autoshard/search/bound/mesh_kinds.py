@@ -4,6 +4,7 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
@@ -21,8 +22,8 @@ from autoshard.search.bound.unsolved import PlainPoints
 from autoshard.search.fill.stage_filling import Goal
 
 _FIRST = 64  # layouts of the first kind that are priced before all others, as they give a limit
-_FAR = 1.25  # times a limit: further than all that is looked at beside the fastest
-_STEP = 0.25  # of powers of two, to which limits are rounded up
+_FAR = 1.15  # times a limit: further than all that is looked at beside the fastest
+_STEP = 0.125  # of powers of two, to which limits are rounded up
 
 
 class MeshKinds:
@@ -83,7 +84,7 @@ class MeshKinds:
         rows = {key: column[layouts] for key, column in self._legal.space.rows.items()}
         atoms = {atom: column[layouts] for atom, column in self._pricer.atoms.items()}
         most_s, capacity = _FAR * _rounded_up(limit_s), _rounded_up(float(np.max(self._goal.capacity)))
-        meshes = atoms, lambda over: self._pricer.ring(over, layouts)
+        meshes = atoms, partial(self._pricer.ring, layouts=layouts)
         bounds = uncut_seconds(self._pricer.question, terms, rows, meshes, capacity)
         far = (bounds >= most_s) & (np.isinf(bounds) | (rows["tp"] * rows["pp"] > 1))
         beyond = far & np.isfinite(bounds)

@@ -123,9 +123,7 @@ class UncutBlock:
             ops={op.name: op for op in lowered.block.ops},
         )
 
-    def pass_s(
-        self, sizes: Mapping[str, Number], atoms: Mapping[str, Floats], rings: Mapping[Atoms, Ring]
-    ) -> Number:
+    def pass_s(self, sizes: Mapping[str, Number], atoms: Mapping[str, Floats], rings: Mapping[Atoms, Ring]) -> Number:
         """Return the seconds of a micro-batch in all passes, at least."""
         kernels = tuple((run, self._work(run, sizes, atoms)) for run in self.block.runs)
         messages = tuple(

@@ -1,8 +1,8 @@
 """Short looks at points of one kind that a search had no reason to solve: they cost little, and prove nothing."""
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -72,19 +72,34 @@ def kinds_to_add(shown: Sequence[Candidate], *, has_fsdp: bool) -> list[PlanKind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Group:
-    """Points of a kind in one group: seconds by which they are chosen, and how some of them are priced."""
+class _Priced:
+    """Points of a kind that are priced under every recompute, with their bounds."""
 
-    seconds: Floats  # rough ones, or bounds where these are known; infinite where points do not fit
-    priced: Callable[[Ints], Points]
+    points: Points
+
+    @property
+    def seconds(self) -> Floats:
+        """By which points are chosen."""
+        return self.points.bound
 
 
-def _seen(pool: Pool, kind: PlanKind, *, priced: bool = False) -> Iterator[_Group]:
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Unpriced:
+    """Points of a kind that a variant runs in layouts that are priced without recompute."""
+
+    seconds: Floats  # by which points are chosen: rough ones; infinite where points do not fit
+    plain: PlainPoints
+    variant: RunVariant
+    rows: Ints  # of the variant
+    places: Ints  # of their layouts among the plain ones
+
+
+def _seen(pool: Pool, kind: PlanKind, *, priced: bool = False) -> Iterator[_Priced | _Unpriced]:
     """Yield the points of a kind, or only those that are priced under every recompute, whose bounds are then known."""
     rows = {variant: kind.rows(variant) for variant in pool.legal.variants}
     for points in pool.points:
-        selected = pool.own_cuttings.in_use(points.only(np.isin(points.variant_rows, rows[points.variant])))
-        yield _Group(seconds=selected.bound, priced=selected.only)
+        selected = points.only(np.isin(points.variant_rows, rows[points.variant]))
+        yield _Priced(points=pool.own_cuttings.in_use(selected))
     for plain in [] if priced else pool.left.plain:
         place = np.full(pool.legal.space.num_layouts, -1)
         place[plain.layouts] = np.arange(len(plain.bounds))
@@ -93,19 +108,12 @@ def _seen(pool: Pool, kind: PlanKind, *, priced: bool = False) -> Iterator[_Grou
             kind_rows, places = rows[variant][places >= 0], places[places >= 0]
             if len(places):
                 seconds = _rough_s(pool, variant, kind_rows, plain.bounds[places])
-                yield _Group(seconds=seconds, priced=partial(_priced, pool, plain, variant, kind_rows, places))
+                yield _Unpriced(seconds=seconds, plain=plain, variant=variant, rows=kind_rows, places=places)
 
 
 def _rough_s(pool: Pool, variant: RunVariant, rows: Ints, bounds: Floats) -> Floats:
     """Return rough seconds of some rows of a variant; infinite where bounds say that they do not fit."""
     return np.maximum(bounds, pool.rough_s(variant.space.base.zero)[variant.layouts[rows]])
-
-
-def _priced(pool: Pool, plain: PlainPoints, variant: RunVariant, rows: Ints, places: Ints, numbers: Ints) -> Points:
-    """Return some rows of a variant, priced under every recompute: only their layouts, if not all are known."""
-    priced = pool.pricer.with_recompute(plain.priced, plain.rows[np.unique(places[numbers])])
-    points = Points.of(priced, variant, pool.goal)
-    return points.only(np.isin(points.variant_rows, rows[numbers]))
 
 
 def best_of_kind(pool: Pool, kind: PlanKind) -> Solution | None:
@@ -129,22 +137,38 @@ def rivals_of_kind(pool: Pool, kind: PlanKind, most: int) -> list[Solution]:
     return [*solutions[:most], *_solved(pool, seen, (-np.inf, _limit(seen, most)))]
 
 
-def _limit(seen: Sequence[_Group], count: int) -> float:
+def _limit(seen: Sequence[_Priced | _Unpriced], count: int) -> float:
     """Return the seconds of the point at this place of all."""
     seconds = np.concatenate([np.zeros(0), *(group.seconds for group in seen)])
     return float(np.sort(seconds[np.isfinite(seconds)])[:count].max(initial=-np.inf))
 
 
-def _solved(pool: Pool, seen: Sequence[_Group], between: tuple[float, float]) -> list[Solution]:
+def _solved(pool: Pool, seen: Sequence[_Priced | _Unpriced], between: tuple[float, float]) -> list[Solution]:
     """Return the best solution of each group of points whose seconds lie above one value and not above another."""
     solutions: list[Solution] = []
-    for same in seen:
-        near = np.flatnonzero((same.seconds > between[0]) & (same.seconds <= between[1]))
-        if len(near):
-            pool.between()
-            for group in same.priced(near).by_schedule():
-                solutions += fastest_among(pool, group, np.inf)
+    numbers = [np.flatnonzero((group.seconds > between[0]) & (group.seconds <= between[1])) for group in seen]
+    near = [(group, chosen) for group, chosen in zip(seen, numbers, strict=True) if len(chosen)]
+    for points in _priced(pool, near):
+        pool.between()
+        for group in points.by_schedule():
+            solutions += fastest_among(pool, group, np.inf)
     return solutions
+
+
+def _priced(pool: Pool, near: Sequence[tuple[_Priced | _Unpriced, Ints]]) -> Iterator[Points]:
+    """Yield some points of groups under every recompute; a layout is priced once for all variants that run it."""
+    by_plain: dict[PlainPoints, list[tuple[_Unpriced, Ints]]] = defaultdict(list)
+    for group, numbers in near:
+        if isinstance(group, _Priced):
+            yield group.points.only(numbers)
+        else:
+            by_plain[group.plain].append((group, numbers))
+    for plain, unpriced in by_plain.items():
+        places = np.unique(np.concatenate([group.places[numbers] for group, numbers in unpriced]))
+        priced = pool.pricer.with_recompute(plain.priced, plain.rows[places])
+        for group, numbers in unpriced:
+            points = Points.of(priced, group.variant, pool.goal)
+            yield points.only(np.isin(points.variant_rows, group.rows[numbers]))
 
 
 def fastest_among(pool: Pool, group: Points, below: float) -> list[Solution]:
