@@ -17,7 +17,8 @@ from autoshard.report.page.sweep_page import sweep_page
 from autoshard.report.sweep import sweep_sheets
 from autoshard.runtime.folder import locked
 from autoshard.spec.price import checked_prices
-from autoshard.sweep.on_wandb import agent_point, controller_text, is_project, log_sweep
+from autoshard.spec.training import NO_PROJECT, is_project
+from autoshard.sweep.on_wandb import agent_point, controller_text, log_sweep
 from autoshard.sweep.points import Sweep, SweepPoint, load_sweep, points_of, sweep_path
 from autoshard.sweep.questions import SweepQuestions
 from autoshard.sweep.table import (
@@ -131,11 +132,7 @@ def _refuse(
         (jobs is None or jobs >= 1, "--jobs", f"must be at least 1, not {jobs}"),
         (task is None or task >= 0, "--task", f"must be at least 0, not {task}"),
         (sum(alone.values()) <= 1, " and ".join(filter(alone.get, alone)), "exclude each other. Keep one"),
-        (
-            not wandb or is_project(wandb),
-            f"--wandb {wandb}",
-            "is no project of W&B: type its name, not a file or a path",
-        ),
+        (not wandb or is_project(wandb), f"--wandb {wandb}", NO_PROJECT),
         (has_wandb, "--wandb", "is not installed here. Type: pip install 'autoshard[wandb]'"),
         (has_arrow, "--parquet", "needs pyarrow. Type: pip install 'autoshard[data]'"),
     )

@@ -84,17 +84,17 @@ class CutBlocks:
     step: StepGraph
     cutting: Cutting
     atoms: frozenset[str]
-    known: dict[tuple[str, Recompute], LoweredBlock] = field(
+    lowered_blocks: dict[tuple[str, Recompute], LoweredBlock] = field(
         default_factory=dict[tuple[str, Recompute], LoweredBlock], compare=False, repr=False
     )
 
     def block(self, kind: str, drop: Recompute) -> LoweredBlock:
         """Return a block, recomputed and sharded."""
         used = Recompute() if kind in ENDS else drop.on_device
-        if (kind, used) not in self.known:
+        if (kind, used) not in self.lowered_blocks:
             cutting = self.cutting.alone(kind).only(self.atoms)
-            self.known[kind, used] = _cut_block(self.step, kind, used, cutting, self.atoms)
-        return self.known[kind, used]
+            self.lowered_blocks[kind, used] = _cut_block(self.step, kind, used, cutting, self.atoms)
+        return self.lowered_blocks[kind, used]
 
     def every(self) -> tuple[LoweredBlock, ...]:
         """Return blocks that hold every kind of collective; recompute repeats them, and adds no others."""
@@ -133,7 +133,7 @@ class ListedBlocks:
     step: StepGraph
     kinds: tuple[tuple[str, Recompute], ...]
     programs: Mapping[str, Program] = field(hash=False)
-    known: dict[str, LoweredBlock] = field(default_factory=dict[str, LoweredBlock], compare=False, repr=False)
+    lowered_blocks: dict[str, LoweredBlock] = field(default_factory=dict[str, LoweredBlock], compare=False, repr=False)
 
     @classmethod
     def of(cls, plan: Plan) -> "ListedBlocks":
@@ -147,10 +147,10 @@ class ListedBlocks:
         """
         used = drop.on_device if (kind, drop.on_device) in self.kinds else Recompute()
         name = table_name(kind, used)
-        if name not in self.known:
+        if name not in self.lowered_blocks:
             whole = self.block(kind, Recompute()) if used.kind != "none" else None
-            self.known[name] = step_block(self.step, kind, used, self.programs[name], whole)
-        return self.known[name]
+            self.lowered_blocks[name] = step_block(self.step, kind, used, self.programs[name], whole)
+        return self.lowered_blocks[name]
 
     def every(self) -> tuple[LoweredBlock, ...]:
         """Return all blocks, because each may be edited by itself."""

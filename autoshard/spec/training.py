@@ -12,6 +12,7 @@ LossOn = Literal["all", "answers"]
 Check = Literal["sizes", "full"]
 Shape = Literal["constant", "linear", "cosine", "wsd"]
 Extend = Literal["keep", "rescale"]
+NO_PROJECT = "is no project of W&B: type its name, not a file or a path"
 _WSD_SHARE = 5  # wsd: the last fifth of the steps decays (Hagele et al. 2024, arXiv:2405.18392, use 10 to 20%)
 
 
@@ -216,6 +217,15 @@ class Watching:
         require(*in_range(self, "step_s", "data_s", positive=True))
 
 
+def is_project(name: str) -> bool:
+    """Say whether a name may be a project of W&B; that of a file was meant for another option.
+
+    >>> is_project("scaling"), is_project("list.yaml"), is_project("a/b")
+    (True, False, False)
+    """
+    return not set(name) & {*"/\\#?%:"} and not name.endswith((".yaml", ".yml", ".json"))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tracking:
     """Where the metrics of a run go besides its own folder.
@@ -233,7 +243,8 @@ class Tracking:
     norms: int | None = None
 
     def __post_init__(self) -> None:
-        require(*in_range(self, "norms", positive=True))
+        named = not self.wandb or is_project(self.wandb)
+        require((named, "wandb", f"{self.wandb} {NO_PROJECT}"), *in_range(self, "norms", positive=True))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

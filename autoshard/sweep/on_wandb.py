@@ -120,15 +120,6 @@ class WandbGroup:
         tracker.finish({f"points/{state}": states.count(state) for state in set(states)}, failed="failed" in states)
 
 
-def is_project(name: str) -> bool:
-    """Say whether a name may be a project of W&B; that of a file was meant for another option.
-
-    >>> is_project("scaling"), is_project("list.yaml"), is_project("a/b")
-    (True, False, False)
-    """
-    return not set(name) & {*"/\\#?%:"} and not name.endswith((".yaml", ".yml", ".json"))
-
-
 def log_sweep(rows: Sequence[Row], project: str, folder: Path, page: Path) -> list[str]:
     """Show the rows of a sweep, and its page."""
     ran = any(row["status"] == "ran" for row in rows)

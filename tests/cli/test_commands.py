@@ -52,6 +52,7 @@ WRONG = [
     ("plna", ["plna: not a command. Did you mean plan?"]),
     ("llama-tiny", ["llama-tiny: not a command. Type: autoshard plan tiny-llama"]),
     ("sweep tiny --wandb=list.yaml", ["--wandb list.yaml: is no project of W&B"]),
+    ("run tiny-text --track.wandb=list.yaml", ["track.wandb: list.yaml is no project of W&B"]),
     ("plan llama-tiny", ["'llama-tiny' is not a known model. Did you mean tiny-llama"]),
     ("plan --model zzz --cluster qqq", ["autoshard list models prints all", "autoshard list clusters prints all"]),
     ("run nope", ["nope: there is no such file. autoshard list recipes prints all"]),
