@@ -120,6 +120,10 @@ class OpKind(ABC):
         """Say whether it drops numbers at random."""
         return False
 
+    def adds_bias(self) -> bool:
+        """Say whether it adds numbers to its scores, as no flash kernel does."""
+        return False
+
     def starts_at(self, index: int) -> float | None:
         """Return the number at which a weight in this input starts, and does not decay; None for one that is drawn."""
         return None

@@ -49,7 +49,9 @@ def test_a_table_loads_under_its_own_name_and_cites_a_source_for_everything(name
     assert record.decode(Kernels, record.encode(table)) == table
     assert all(len(source) > 20 for source in (*table.sources.values(), *(kernel.source for kernel in table.kernels)))
     named = [  # another file's come after
-        (op, kernel.get("drops", False)) for kernel in own.get("kernels", ()) for op in kernel["ops"]
+        (op, kernel.get("drops", False), kernel.get("biased", False))
+        for kernel in own.get("kernels", ())
+        for op in kernel["ops"]
     ]
     assert len(named) == len(set(named)), "no operation is named by two kernels"
     assert set(own) - {"name", "program", "engine", "like", "kernels", "sources"} <= set(own.get("sources", ()))

@@ -196,7 +196,8 @@ class Attend(Differentiable):
 
     If probabilities are ``dropped``, three more inputs come last: the keys of the sequences, and the numbers of the
     key/value heads and of the queries of their groups. ``scale`` is the factor of the scores, by default 1 over the
-    root of the width of a head. ``value_width`` is the dim along which the numbers of a value lie.
+    root of the width of a head. ``value_width`` is the dim along which the numbers of a value lie. What is ``biased``
+    skips no pair; a module's own code has the numbers, which are no input here.
     """
 
     engines: ClassVar[tuple[str, ...]] = ("torch", "nxd")
@@ -208,6 +209,7 @@ class Attend(Differentiable):
     scale: float | None = None
     value_width: str = "head_dim"
     sees_all: bool = False  # what comes after a token as well, as far as the window
+    biased: bool = False  # by a tensor with a number for each pair
 
     @property
     def label(self) -> str:
@@ -232,6 +234,9 @@ class Attend(Differentiable):
 
     def drops(self) -> bool:
         return bool(self.dropped)
+
+    def adds_bias(self) -> bool:
+        return self.biased
 
     def whole_dims(self) -> Dims:
         """Scores sum over the whole head, and their gradients over the whole value."""
@@ -269,7 +274,7 @@ class Attend(Differentiable):
         reads = ("d0", "in0", "in1", "in2", "in3", "in4", "out0", "out1", *more)
         kind = AttendGradient(
             window=self.window, windows=self.windows, dropped=self.dropped, scale=self.scale,
-            value_width=self.value_width, sees_all=self.sees_all,
+            value_width=self.value_width, sees_all=self.sees_all, biased=self.biased,
         )  # fmt: skip
         return (GradientStep(kind=kind, reads=reads, gives=(0, 1, 2)),)
 
@@ -287,6 +292,7 @@ class AttendGradient(OpKind):
     scale: float | None = None
     value_width: str = "head_dim"
     sees_all: bool = False  # what comes after a token as well, as far as the window
+    biased: bool = False  # by a tensor with a number for each pair
 
     def infer(self, inputs: Sequence[Tensor]) -> tuple[Output, ...]:
         dtype = inputs[1].dtype
@@ -298,6 +304,9 @@ class AttendGradient(OpKind):
 
     def drops(self) -> bool:
         return bool(self.dropped)
+
+    def adds_bias(self) -> bool:
+        return self.biased
 
     def whole_dims(self) -> Dims:
         """Scores sum over the whole head, and their gradients over the whole value."""

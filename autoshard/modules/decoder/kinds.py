@@ -3,14 +3,14 @@
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from autoshard.errors import require
 from autoshard.graph.kinds.attention import Attend
 from autoshard.modules.capture import Captured
 from autoshard.modules.decoder.layers import KindNames, WrittenPart, written_layer
-from autoshard.modules.decoder.masks import Sight, sight_of
+from autoshard.modules.decoder.masks import ScoreTerms, Sight
 from autoshard.modules.decoder.naming import Roles
 from autoshard.modules.decoder.pieces import Piece
 from autoshard.modules.decoder.segments import Segment, Stack
@@ -19,6 +19,10 @@ from autoshard.modules.program import Traced
 from autoshard.spec.model import LAYER, LayerKind
 from autoshard.spec.repeats import compress
 
+_BIASED = (
+    "layer: what makes the numbers that are added to the scores of attention is not in the plan; attention is planned "
+    "by a kernel that reads these, and skips nothing"
+)
 _DENSE = "dense"  # layers beside those with experts
 _USUAL: Mapping[str, Any] = {
     "norm": "layer", "norm_eps": 1e-6, "activation": "silu", "gated_mlp": False, "rotary_fraction": 1.0,
@@ -71,11 +75,13 @@ def written_kinds(
 ) -> WrittenKinds:
     """Write down each kind of layers, which differ in their lines; refuse layers that differ in what all must share."""
     each = list(zip(layers, stack.layers, strict=True))
-    plain = [written_layer(pieces, segment, dims, Attend(), KindNames()) for pieces, segment in each]
     sights = _sights(captured, stack, each)
+    biased = {number for number, sight in sights.items() if sight.is_biased}
+    plain = [
+        written_layer(*layer, dims, Attend(biased=number in biased), KindNames()) for number, layer in enumerate(each)
+    ]
     windows, sees_all = {number: sight.window for number, sight in sights.items()}, _all_are_seen(stack, sights)
-    biased = any(sight.is_biased for sight in sights.values())
-    notes = ["layer: what is added to the scores of attention by position is not in the plan"] if biased else []
+    notes = [_BIASED] if biased else []
     notes += [] if sights else ["no layer has attention: what brings tokens together is planned by its work alone"]
     groups: dict[frozenset[str], list[int]] = {}
     for number, part in enumerate(plain):
@@ -90,7 +96,8 @@ def written_kinds(
             name=name, ffn=traits["ffn"],
             other_sizes={dim: size for part in parts.values() for dim, size in part.sizes.items()},
         )  # fmt: skip
-        parts[name] = written_layer(*each[numbers[name][0]], dims, _attend(seen, sees_all=sees_all), names)
+        attend = replace(_attend(seen, sees_all=sees_all), biased=numbers[name][0] in biased)
+        parts[name] = written_layer(*each[numbers[name][0]], dims, attend, names)
         notes += _mean_windows(seen, name, "tokens to either side" if sees_all else "tokens")
     return WrittenKinds(
         order=tuple(name for number in range(len(plain)) for name, its in numbers.items() if number in its),
@@ -144,22 +151,20 @@ def _refuse_unlike(plain: Sequence[WrittenPart], first: int, segments: Sequence[
 
 def _sights(captured: Captured, stack: Stack, layers: Sequence[tuple[Sequence[Piece], Segment]]) -> Mapping[int, Sight]:
     """Return what each layer with attention sees, by its number."""
-    by_masks, sights = dict[tuple[Traced, ...], Sight](), dict[int, Sight]()
-    tokens = stack.carried[1][0]
+    by_terms, sights = dict[tuple[Traced, ...], Sight](), dict[int, Sight]()
+    batch, (tokens,) = stack.carried[:2]
     for number, (pieces, segment) in enumerate(layers):
         attend = Roles.of(pieces, segment.name, tokens).attend
         if attend is None:
             continue
         assert attend.attention, "attention is known"
-        of_scores = (mask for mask in attend.inputs if len(mask.dims) > 1 and mask.dims[-1].size == tokens.size)
-        masks = tuple(mask for mask in of_scores if mask.name in captured.inputs)
-        if not masks:
-            is_limited = attend.attention.is_causal or bool(attend.attention.extras)
-            sights[number] = Sight(window=None, is_of_all=not is_limited)
+        terms = ScoreTerms(captured=captured, attention=attend.attention, batch=batch, name=segment.name)
+        if not terms.values:
+            sights[number] = Sight(window=None, is_of_all=not attend.attention.is_causal)
             continue
-        if masks not in by_masks:  # layers share them
-            by_masks[masks] = sight_of(captured, masks, segment.name)
-        sights[number] = by_masks[masks]
+        if terms.values not in by_terms:  # layers share them
+            by_terms[terms.values] = terms.sight()
+        sights[number] = by_terms[terms.values]
     return sights
 
 

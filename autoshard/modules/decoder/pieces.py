@@ -39,13 +39,17 @@ class NormDetail:
 class AttentionDetail:
     """Which dims are a head of queries and keys, and of values; what attention reads beside them and its masks.
 
-    An opaque piece that has it is attention of which only the work is planned.
+    ``beside`` are the tensors that meet its scores, of ``queries`` and ``keys``, on their way to the softmax. An opaque
+    piece that has it is attention of which only the work is planned.
     """
 
     head: Position
     value_head: Position
     extras: tuple[Traced, ...]
     is_causal: bool = False  # without a mask that says so
+    beside: tuple[Read, ...] = ()
+    queries: Position = ()
+    keys: Position = ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -42,7 +42,9 @@ def recognised(flow: SegmentFlow, tokens: Position) -> tuple[Piece, ...]:
     ends = {piece.makes for piece in pieces}
     attention = (*_fused_attention(flow), *_written_attention(flow))
     is_usual = len(attention) == 1 and {*tokens} <= {*flow.root(attention[0].reads[0].value).dims}
-    attended = _attention(flow, attention[0], ends) if is_usual else (_by_work(flow, steps) for steps in attention)
+    attended = (
+        _attention(flow, attention[0], ends, tokens) if is_usual else (_by_work(flow, steps) for steps in attention)
+    )
     return (*pieces, *attended)
 
 
@@ -155,7 +157,7 @@ def _are_joined(flow: SegmentFlow, parts: Sequence[Traced]) -> bool:
     )
 
 
-def _attention(flow: SegmentFlow, attention: "_AttentionSteps", ends: set[Traced]) -> Iterator[Piece]:
+def _attention(flow: SegmentFlow, attention: "_AttentionSteps", ends: set[Traced], tokens: Position) -> Iterator[Piece]:
     """Attention, as one function of torch or as two products around a softmax; and the positions of its inputs."""
     reads = tuple(flow.root(read.value) for read in attention.reads)
     for root in reads:
@@ -163,12 +165,14 @@ def _attention(flow: SegmentFlow, attention: "_AttentionSteps", ends: set[Traced
             yield turned
     extras = tuple(value for value in flow.entries(attention.steps) if value not in reads)
     masks = tuple(value for value in extras if value.origin == "input")
+    as_read = dict(zip(attention.reads[0].value.dims, attention.reads[0].dims, strict=True))
     yield Piece(
         kind="attend", steps=attention.steps, reads=reads, inputs=masks, makes=attention.steps[-1].makes,
         dims=attention.steps[-1].makes.dims,
         attention=AttentionDetail(
             head=attention.head, value_head=attention.value_head, is_causal=attention.is_causal,
-            extras=tuple(value for value in extras if value not in masks),
+            extras=tuple(value for value in extras if value not in masks), beside=attention.beside,
+            queries=tuple(as_read.get(dim, dim) for dim in tokens), keys=attention.keys,
         ),
     )  # fmt: skip
 
@@ -193,6 +197,8 @@ class _AttentionSteps:
     reads: tuple[Read, Read, Read]
     head: Position
     value_head: Position
+    keys: Position  # in scores
+    beside: tuple[Read, ...]  # what meets these before the softmax
     is_causal: bool = False
 
 
@@ -203,8 +209,9 @@ def _fused_attention(flow: SegmentFlow) -> Iterator[_AttentionSteps]:
             head, value_head = factors(query.positions[-1]), factors(value.positions[-1])
             is_causal = True in (step.keywords.get("is_causal"), *step.arguments[_CAUSAL : _CAUSAL + 1])
             yield _AttentionSteps(
-                steps=(step,), reads=(query, key, value), head=head, value_head=value_head, is_causal=is_causal
-            )
+                steps=(step,), reads=(query, key, value), head=head, value_head=value_head, is_causal=is_causal,
+                keys=factors(key.positions[-2]), beside=step.reads[3:4],
+            )  # fmt: skip
 
 
 def _written_attention(flow: SegmentFlow) -> Iterator[_AttentionSteps]:
@@ -221,7 +228,20 @@ def _written_attention(flow: SegmentFlow) -> Iterator[_AttentionSteps]:
                     steps=(scores, *between, mixed), reads=(query, key, mixed.reads[1 - number]),
                     head=tuple(dim for dim in shape(query.positions) if dim not in score_dims),
                     value_head=tuple(dim for dim in mixed.makes.dims if dim not in score_dims),
+                    keys=tuple(dim for dim in scores.makes.dims if dim not in mixed.makes.dims),
+                    beside=tuple(_met(between, scores.makes)),
                 )  # fmt: skip
+
+
+def _met(steps: Sequence[TracedStep], scores: Traced) -> Iterator[Read]:
+    """Yield what steps read beside scores, and what they make of these, up to the softmax."""
+    ours = {scores}
+    for step in steps:
+        if any(read.value in ours for read in step.reads):
+            yield from (read for read in step.reads if read.value not in ours)
+            if name_of(step) in ("softmax", "_softmax"):
+                return
+            ours.add(step.makes)
 
 
 def _rotary(flow: SegmentFlow, value: Traced, ends: set[Traced]) -> Piece | None:

@@ -14,7 +14,8 @@ from autoshard.errors import InputError
 from autoshard.graph.kinds.attention import Attend
 from autoshard.graph.written import parse_lines
 from autoshard.modules.decoder.reading import read_decoder
-from tests.modules.training.own_decoders import LENGTH, Encoder, EncoderLayer, Gpt, GptLayer, Smoothed
+from autoshard.spec.kernels import load_kernels
+from tests.modules.training.own_decoders import LENGTH, Encoder, EncoderLayer, Gpt, GptLayer, Smoothed, biased
 from tests.slower import rest_is_slow
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
@@ -85,6 +86,23 @@ def test_a_decoder_with_a_loss_of_its_own_is_the_one_without():
         plain.traced.embed, plain.traced.layer, plain.traced.head
     )  # fmt: skip
     assert with_loss.traced.unlifted == (*plain.traced.unlifted, PLANNED)
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("by_hand", [True, False])
+def test_weights_that_are_added_to_scores_hide_nothing(is_causal: bool, by_hand: bool):
+    model = read_decoder(biased(is_causal=is_causal, by_hand=by_hand), LENGTH)
+    assert model.traced
+    (kind,) = (op.kind for op in parse_lines(model.traced.layer) if op.name == "attend")
+    assert kind == Attend(sees_all=not is_causal, biased=True)
+    assert seen_share(Attend(biased=True), 12, 1, 1) == 1
+
+
+def test_attention_that_adds_numbers_is_no_flash_kernel():
+    for table in ("torch_engine", "torch_engine_gpu"):
+        plain, biased_kernel = (load_kernels(table).entry("attend", biased=biased) for biased in (False, True))
+        assert plain and biased_kernel and plain.skips_masked and not biased_kernel.skips_masked
+        assert biased_kernel.score_bytes.forward > plain.score_bytes.forward
 
 
 class OfClasses(Encoder):

@@ -102,6 +102,37 @@ class Encoder(Gpt):
         return (losses * counted).sum() / counted.sum().clamp(min=1)
 
 
+class BiasedLayer(GptLayer):
+    """Weights by distance are added to the scores of attention, which is written by hand or is torch's."""
+
+    def __init__(self, *, is_causal: bool, by_hand: bool) -> None:
+        super().__init__(0.0)
+        self.is_causal, self.by_hand = is_causal, by_hand
+        self.table = nn.Embedding(2 * LENGTH - 1, HEADS)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        where = torch.arange(x.shape[1], device=x.device)
+        bias = self.table(where[:, None] - where + LENGTH - 1).permute(2, 0, 1)
+        if self.is_causal:
+            bias = bias.masked_fill(where[:, None] < where, -torch.inf)
+        shape = (*x.shape[:2], HEADS, -1)
+        heads = (part.view(shape).transpose(1, 2) for part in self.attention(self.first(x)).split(WIDTH, dim=2))
+        query, key, value = heads
+        if self.by_hand:
+            mixed = (query @ key.mT / query.shape[-1] ** 0.5 + bias).softmax(-1) @ value
+        else:
+            mixed = functional.scaled_dot_product_attention(query, key, value, attn_mask=bias[None])
+        x = x + self.mix(mixed.transpose(1, 2).reshape(x.shape))
+        return x + self.narrow(functional.gelu(self.widen(self.second(x))))
+
+
+def biased(*, is_causal: bool, by_hand: bool) -> nn.Module:
+    """Layers with weights for distances, which see what comes before a token or all."""
+    module = Gpt() if is_causal else Encoder()
+    module.layers = nn.ModuleList(BiasedLayer(is_causal=is_causal, by_hand=by_hand) for _ in range(4))
+    return module
+
+
 class RootMeanSquare(nn.Module):
     def __init__(self) -> None:
         super().__init__()

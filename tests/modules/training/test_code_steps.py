@@ -1,6 +1,6 @@
 """Steps of decoders' own code by plans: losses, norms and weights are those of the plain module."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import pytest
@@ -11,7 +11,7 @@ from autoshard.modules.training.reading import traced_code
 from autoshard.plan.plan import Plan
 from tests.modules.decoder.test_ends import bert, modern_bert
 from tests.modules.training.code_cases import Compared, compared, compared_dropping, plan_made, plan_of
-from tests.modules.training.own_decoders import LOSSES, OWN, UNLIKE, Typed, dropping, state_space
+from tests.modules.training.own_decoders import LOSSES, OWN, UNLIKE, Typed, biased, dropping, state_space
 from tests.ranks.spawn import on_ranks
 from tests.slower import covering, rest_is_slow
 
@@ -33,6 +33,10 @@ LAYOUTS = [
     ("tp=2,pp=2,dp=1,mbs=2,sp=false,recompute=selective[attend]", 4),
     ("tp=4,pp=1,dp=1,mbs=4", 4),
 ]
+BIDIRECTIONAL: Mapping[str, Callable[[], nn.Module]] = {
+    "BERT": bert, "ModernBERT": modern_bert, "biased": partial(biased, is_causal=False, by_hand=False),
+    "biased decoder": partial(biased, is_causal=True, by_hand=True),
+}  # fmt: skip
 COMBINED = covering(NAMES, LAYOUTS)  # each layout with one decoder; all pairs are left to `make thorough`
 
 
@@ -136,8 +140,8 @@ def _without_attention(name: str, plan: Plan) -> Compared:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("make", [bert, modern_bert], ids=["BERT", "ModernBERT"])
-def test_encoders_of_transformers_take_the_steps_of_the_plain_module(make: Callable[[], nn.Module]):
+@pytest.mark.parametrize("make", BIDIRECTIONAL.values(), ids=BIDIRECTIONAL)
+def test_encoders_and_biased_attention_take_the_steps_of_the_plain_module(make: Callable[[], nn.Module]):
     for found in on_ranks(2, compared, make, plan_made(make, "tp=2,pp=1,dp=1,mbs=2"), timeout_s=300.0):
         assert isinstance(found, Compared)
         assert found.worst_step < 1e-12 and found.error < 1e-11, found
