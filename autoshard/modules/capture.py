@@ -52,7 +52,7 @@ class Captured:
     exported: ExportedModule
     inputs: Mapping[str, Node]  # of values that are neither parameters nor get a gradient
     parameters: Mapping[str, str]  # name of the value -> name in the module
-    made: Mapping[str, Node]  # of values that are all that a node gives
+    makers: Mapping[str, Node]  # of values that are all that a node gives
 
 
 def capture(
@@ -90,7 +90,7 @@ class ProgramReader:
         self.steps: list[TracedStep] = []
         self.views: dict[Node, View | tuple[View, ...]] = {}
         self.inputs: dict[str, Node] = {}
-        self.made: dict[str, Node] = {}
+        self.makers: dict[str, Node] = {}
         self.kept_whole: list[str] = []
         self.numbers: Iterator[int] = itertools.count()
         floats = [weight.dtype for _, weight in exported.program.named_parameters() if weight.is_floating_point()]
@@ -111,7 +111,7 @@ class ProgramReader:
         parameters = {value.name: self.parameters[value.name] for value in values if value.origin == "parameter"}
         inputs = {value.name: self.inputs[value.name] for value in values if value.origin == "input"}
         return Captured(
-            program=program, exported=self.exported, inputs=inputs, parameters=parameters, made=self.made
+            program=program, exported=self.exported, inputs=inputs, parameters=parameters, makers=self.makers
         )  # fmt: skip
 
     def _is_trained(self, value: Traced) -> bool:
@@ -371,7 +371,7 @@ class ProgramReader:
         with_slots: Any = replaced((node.args, node.kwargs), slots)
         self.values.append(value)
         if number is None and math.prod(map(size_of, positions)) == output.numel():
-            self.made[value.name] = node
+            self.makers[value.name] = node
         self.steps.append(
             TracedStep(
                 name=value.name,

@@ -104,7 +104,7 @@ class ScoreTerms:
         """Return the node that makes a value without what layers compute; None if there is none."""
         if value.name in self.captured.inputs:
             return self.captured.inputs[value.name]
-        return None if self._is_computed(value) else self.captured.made.get(value.name)
+        return None if self._is_computed(value) else self.captured.makers.get(value.name)
 
     def _steps(self, value: Traced) -> tuple[TracedStep, ...]:
         maker = self._makers.get(value.name)
