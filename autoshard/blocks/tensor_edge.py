@@ -24,6 +24,7 @@ from autoshard.layout.redistribute import only_gathers
 Mask = NDArray[np.bool_]
 Readers = tuple[str, ...]
 _MOST_COMBINATIONS = 1 << 13  # measured: of more, a table takes longer than it saves
+_MOST_NAMED = 4  # readers, in a message
 _MOST_READERS = 10  # there is a group for each set of readers; experts in a list are dozens of readers
 
 
@@ -62,10 +63,11 @@ class TensorEdge:
         self._deliveries: dict[Readers, tuple[Delivery, ...]] = {}
         self._joint: dict[Readers, NDArray[np.intp]] = {}
         self._renamed: dict[Layout, Layout] = {}
-        counts = [len(self.deliveries((name,))) for name in self._names]
-        few = len(counts) <= _MOST_READERS and math.prod(counts) <= _MOST_COMBINATIONS
-        self._groups = self._as_made_groups() if few else ()
-        self.variables = {f"{deliver.name} to {name}": self.deliveries((name,)) for name in self._names}
+        self._classes = tuple((name,) for name in self._names)
+        if not self._are_few() and not self.deliveries(self._names):  # no layout suits all of them
+            self._classes = self._alike()
+        self._groups = self._as_made_groups() if self._are_few() else ()
+        self.variables = {f"{deliver.name} to {names[0]}": self.deliveries(names) for names in self._classes}
         if not self._groups:
             self.variables = {deliver.name: self.deliveries(self._names)}
 
@@ -75,13 +77,16 @@ class TensorEdge:
         if self.maker is None:
             table, weight = table[0], None if weight is None else weight[0]
         if not np.isfinite(table).any():
-            readers = ", ".join(self._names)
-            message = f"{readers} read {self.tensor} in different layouts; pin them to one, or fewer of them"
-            raise InputError.of("pins", message)
+            names = f"{', '.join(self._names[:_MOST_NAMED])}{', ...' if len(self._names) > _MOST_NAMED else ''}"
+            message = f"{len(self._names)} operations ({names}) read {self.tensor}, and no layout of it suits all"
+            raise InputError.of(self.flow.problem.block.kind, f"{message}. Leave out a pin of theirs, or sp")
         maker = () if self.maker is None else (self.maker.name,)
         columns = (COLUMN,) if self.flow.problem.shape else ()
         yield CostFactor(variables=(*maker, *self.variables, *columns), table=table, weight=weight)
-        for reader, name in zip(self.readers, itertools.cycle(self.variables), strict=False):
+        variables = dict(zip(self._classes, self.variables, strict=True)) if self._groups else {}
+        by_reader = {name: variable for names, variable in variables.items() for name in names}
+        for reader in self.readers:
+            name = by_reader.get(reader.name) or next(iter(self.variables))
             fits = self._fitting(reader, self.variables[name])
             yield CostFactor(variables=(name, reader.name), table=np.where(fits, 0.0, np.inf))
             if self.maker and reader.inputs[0] == self.tensor and self.flow.rules[reader.name].forward:
@@ -118,6 +123,22 @@ class TensorEdge:
             self._deliveries[readers] = tuple(deliveries)
         return self._deliveries[readers]
 
+    def _are_few(self) -> bool:
+        """Say whether readers are few enough for a variable each, or each class of readers that take it alike."""
+        counts = [len(self.deliveries(names)) for names in self._classes]
+        return len(counts) <= _MOST_READERS and math.prod(counts) <= _MOST_COMBINATIONS
+
+    def _alike(self) -> tuple[Readers, ...]:
+        """Return the classes of readers that accept the same layouts, for the same sums of their gradients."""
+        classes: dict[object, list[str]] = {}
+        for reader in self.readers:
+            accepted = frozenset(
+                (self.flow.wanted(reader, choice, self.tensor), self.flow.sends(reader, choice, self.tensor))
+                for choice in self.flow.choices[reader.name]
+            )
+            classes.setdefault(accepted, []).append(reader.name)
+        return tuple(map(tuple, classes.values()))
+
     def _others(self, group: Readers) -> Readers:
         return tuple(name for name in self._names if name not in group)
 
@@ -130,8 +151,9 @@ class TensorEdge:
             delivered = [op for op in self.flow.delivers if op.inputs[0] in reader.outputs]
             if any(self.flow.counts_slots(op.inputs[0]) and op.outputs[0] in other_reader.inputs for op in delivered):
                 agree.append({reader.name, other_reader.name})
-        counts = range(1, len(self.readers))
-        groups = itertools.chain.from_iterable(itertools.combinations(self._names, count) for count in counts)
+        counts = range(1, len(self._classes))
+        classes = itertools.chain.from_iterable(itertools.combinations(self._classes, count) for count in counts)
+        groups = (tuple(itertools.chain.from_iterable(names)) for names in classes)
         return tuple(group for group in groups if all(len(pair & set(group)) != 1 for pair in agree))
 
     # prices and memory, where a group of readers takes the tensor as made, and the other readers as delivered
@@ -155,10 +177,10 @@ class TensorEdge:
     def _numbers(self, group: Readers) -> NDArray[np.intp]:
         """Return the number of the delivery to a group that each of its readers takes, -1 where they differ.
 
-        There is an axis for each reader, of length 1 for those that are not of the group.
+        There is an axis for each class of readers, of length 1 for those that are not of the group.
         """
         if group not in self._joint:
-            singles = [self.deliveries((name,)) if name in group else () for name in self._names]
+            singles = [self.deliveries(names) if names[0] in group else () for names in self._classes]
             all_deliveries = [*itertools.chain.from_iterable(singles), *(self.deliveries(group) if group else ())]
             layout_numbers, sums = numbered([delivery.taken for delivery in all_deliveries]), self._sums(all_deliveries)
             number = np.full((layout_numbers.max(initial=0) + 1, 1 << len(self.flow.problem.real_atoms)), -1)

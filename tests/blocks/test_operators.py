@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from autoshard.blocks import tensor_edge
 from autoshard.blocks.choices import OpChoice, made_layout
 from autoshard.blocks.operators import solve
 from autoshard.blocks.problem import OperatorProblem
@@ -18,7 +19,7 @@ from autoshard.graph.block import Block
 from autoshard.graph.builder import BlockBuilder
 from autoshard.graph.kinds.linear import Deliver, Einsum
 from autoshard.graph.kinds.norm import Softmax
-from autoshard.graph.kinds.pointwise import Add
+from autoshard.graph.kinds.pointwise import Add, Unary
 from autoshard.layout.layout import Cuts, Layout
 from autoshard.layout.legal import cut_operations, faults
 from autoshard.spec.workload import Precision
@@ -141,16 +142,16 @@ def test_numbers_of_slots_are_read_as_they_were_counted() -> None:
 @pytest.mark.parametrize(
     ("model", "pins", "readers"),
     [
-        ("llama3-8b", {"q": {"seq": ("tp",)}, "k": {}, "v": {"batch": ("tp",)}}, "q, k, v read attn_in"),
+        ("llama3-8b", {"q": {"seq": ("tp",)}, "k": {}, "v": {"batch": ("tp",)}}, r"\(q, k, v\) read attn_in"),
         (
             "mixtral-8x7b",
             {"queue": {"batch": ("tp",)}, "dispatch": {"batch": ("dp",)}},
-            "queue, dispatch, combine read choose_expert_out",
+            r"\(queue, dispatch, combine\) read choose_expert_out",
         ),
     ],
 )
 def test_pins_that_contradict_each_other_are_refused(model: str, pins: Mapping[str, Cuts], readers: str) -> None:
-    with pytest.raises(InputError, match=f"{readers} in different layouts; pin them to one, or fewer of them"):
+    with pytest.raises(InputError, match=f"{readers}, and no layout of it suits all. Leave out a pin"):
         solve(model_problems(model, MESH, SEQUENCE, pins=pins)["layer"])
 
 
@@ -235,6 +236,31 @@ def test_dozens_of_readers_of_a_tensor_are_no_dozens_of_axes(atoms: Mapping[str,
     assert found.gap == 0 and all(found.cuts[f"up{number}"].get("ffn", ()) == tuple(atoms) for number in range(24))
 
 
+def test_dozens_of_readers_that_no_layout_suits_take_it_in_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    b = BlockBuilder(Precision.named("bf16"))
+    x = total = b.add("x", ("batch", "seq", "hidden"))
+    allowed: dict[str, tuple[Cuts, ...]] = {}
+    for number in range(4):
+        weight = b.weight(f"up{number}.weight", "ffn", "hidden")
+        act = b.emit(f"act{number}", Unary(function="silu"), x)
+        up = b.emit(f"up{number}", Einsum(dims=("batch", "seq", "ffn")), x, weight)
+        back = b.emit(
+            f"down{number}", Einsum(dims=("batch", "seq", "hidden")), up,
+            b.weight(f"down{number}.weight", "hidden", "ffn"),
+        )  # fmt: skip
+        total = b.emit(f"add{number}", Add(), b.emit(f"sum{number}", Add(), act, back), total)
+        allowed |= {f"act{number}": ({"seq": ("tp",)},), f"up{number}": ({"ffn": ("tp",)},)}
+    problem = OperatorProblem(
+        block=closed_block(b, x, total), sizes={"batch": 1, "seq": 16, "hidden": 16, "ffn": 16}, atoms={"tp": 2},
+        boundary={"seq": ("tp",)}, rates=RATES, seconds=seconds_of({"tp": 2}), allowed=allowed,
+    )  # fmt: skip
+    apart = solve(problem)  # by a variable for each reader
+    monkeypatch.setattr(tensor_edge, "_MOST_READERS", 3)
+    in_classes = solve(problem)
+    assert in_classes.gap == 0 and obeys(problem, in_classes.cuts)
+    assert (in_classes.cuts, in_classes.cost_s) == (apart.cuts, pytest.approx(apart.cost_s, rel=1e-12))
+
+
 def test_a_router_reads_its_tokens_where_they_were_made(monkeypatch: pytest.MonkeyPatch) -> None:
     along: Cuts = {"seq": ("tp",)}
     pins: dict[str, Cuts] = {"mlp_norm": along, "router": along, "dispatch": {}}
@@ -243,5 +269,7 @@ def test_a_router_reads_its_tokens_where_they_were_made(monkeypatch: pytest.Monk
     assert "F mlp_in all_gather seq/tp" in collectives(problem, found.cuts)
     assert assess(problem, lowered(problem, found.cuts)) == pytest.approx(found.cost_s, rel=1e-9)
     monkeypatch.setattr(TensorEdge, "_as_made_groups", lambda edge: ())
-    with pytest.raises(InputError, match="router, dispatch read mlp_in in different layouts"):
+    with pytest.raises(
+        InputError, match=r"^layer: 2 operations \(router, dispatch\) read mlp_in, and no layout of it suits all"
+    ):
         solve(problem)
