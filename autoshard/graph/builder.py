@@ -34,6 +34,7 @@ class BlockBuilder:
         self.ops: list[Op] = []
         self.updates: dict[str, Update] = {}  # of weights that the optimizer does not update
         self.undecayed: set[str] = set()  # weights that keep their size, beside those whose kinds say so
+        self.decayed: set[str] = set()  # weights that do not, whatever their kinds say
         self._delivered: dict[str, str] = {}
         self._wanted: dict[str, tuple[str, Deliver]] = {}
 
@@ -177,7 +178,8 @@ def _add_update(b: BlockBuilder, name: str, tie: str | None) -> None:
     precision, weight, kind = b.precision, b.tensors[name], b.updates.get(name, UPDATES[b.optimizer])
     masters = None if name in b.updates else precision.masters
     reader = b.reader(name)
-    if name in b.undecayed or reader.kind.starts_at(reader.inputs.index(name)) is not None:
+    stays = name in b.undecayed or reader.kind.starts_at(reader.inputs.index(name)) is not None
+    if stays and name not in b.decayed:
         kind = kind.without_decay()  # a norm's scale and shift, and biases, keep their size
     total = f"{name}.sum"
     if tie:

@@ -8,6 +8,7 @@ import torch
 from autoshard.errors import require
 from autoshard.modules.capture import Captured
 from autoshard.modules.decoder.stack.splitting import has_several_lists
+from autoshard.modules.dims import Position
 from autoshard.modules.program import Read, Result, Traced, TracedProgram, TracedStep, name_of
 from autoshard.modules.reach import steps_to
 
@@ -49,6 +50,14 @@ def trained_end(captured: Captured, of_tokens: Collection[str]) -> TrainedEnd:
     value, is_loss = values[name], name in losses
     logits = _logits_behind(captured.program, value, data) if is_loss else value
     return TrainedEnd(name=name, value=value, logits=logits, is_loss=is_loss, data=data)
+
+
+def dims_of_samples(captured: Captured, end: TrainedEnd) -> Position:
+    """Return the dims along which samples lie in a batch: the first of an argument, or of the logits."""
+    values = {value.name: value for value in captured.program.values if value.positions}
+    names = end.data or captured.exported.arguments
+    first = next((values[name] for name in names if name in values), end.logits)
+    return first.positions[0] if first.positions else ()
 
 
 def data_arguments(captured: Captured, of_tokens: Collection[str]) -> tuple[str, ...]:

@@ -16,7 +16,14 @@ from autoshard.graph.kinds.experts import TopK
 from autoshard.modules.capture import Captured
 from autoshard.modules.decoder.arguments import token_arguments
 from autoshard.modules.decoder.clusters import Clusters
-from autoshard.modules.decoder.ends import LOGITS_DIMS, TrainedEnd, loss_notes, trained_end, up_to_logits
+from autoshard.modules.decoder.ends import (
+    LOGITS_DIMS,
+    TrainedEnd,
+    dims_of_samples,
+    loss_notes,
+    trained_end,
+    up_to_logits,
+)
 from autoshard.modules.decoder.kinds import WrittenKinds, written_kinds
 from autoshard.modules.decoder.layers import WrittenPart, opaque_notes
 from autoshard.modules.decoder.naming import own_name
@@ -44,8 +51,9 @@ def lift_decoder(
     ``differences`` say why it is not the card of its config, if it has one.
     """
     end = trained_end(captured, token_arguments(module, captured.exported.arguments))
+    samples = dims_of_samples(captured, end)
     captured = up_to_logits(captured, end)
-    stack = with_inputs_beside(stack_of(captured.program, end.logits))
+    stack = with_inputs_beside(stack_of(captured.program, end.logits, samples))
     dims, embed, head = _ends(stack, end)
     _refuse_shared(captured, stack)
     layers = written_kinds(captured, stack, [_pieces(segment, stack) for segment in stack.layers], dims)

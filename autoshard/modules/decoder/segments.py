@@ -59,11 +59,16 @@ class Stack:
         return tuple(dict.fromkeys(value for part in self.parts for value in part.beside))
 
 
-def stack_of(program: TracedProgram, logits: Traced) -> Stack:
-    """Split a program into embedding, layers and head, or say why it is no stack of layers."""
+def stack_of(program: TracedProgram, logits: Traced, samples: Position = ()) -> Stack:
+    """Split a program into embedding, layers and head, or say why it is no stack of layers.
+
+    ``samples`` are the dims of a batch: a hidden state is [batch, sequence, hidden] unless they are its second dims.
+    """
     names, parts = split_steps(program.steps)
     states = hidden_states(names, parts)
-    shape = state_shape(states[0], names[0])
+    first, second, hidden = state_shape(states[0], names[0])
+    is_swapped = bool(samples) and factors(samples) == second
+    shape = [second, first, hidden] if is_swapped else [first, second, hidden]
     message = f"{_takes(shape, names[0])}, and no function of it may split or merge these"
     require((all(len(position) == 1 for position in shape), names[0], message))
     results = [read_behind(parts, number)[-1] for number in range(1, len(parts) - 1)]
@@ -86,8 +91,8 @@ def packed_rows(live: Sequence[Sequence[Traced]], shape: Sequence[Position]) -> 
 
     Between all parts there are as many as the most need.
     """
-    state = factors(dim for position in shape for dim in position)
-    if all(len(values) < 2 and all(value.dims == state for value in values) for values in live):
+    state = {*factors(dim for position in shape for dim in position)}
+    if all(len(values) < 2 and all({*value.dims} == state for value in values) for values in live):
         return 0
     return max(sum(rows_of(value, shape) for value in values) for values in live)
 

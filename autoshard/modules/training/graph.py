@@ -181,8 +181,9 @@ class _GraphWriter:
 
     def _written(self, part: CodePart) -> tuple[BlockBuilder, ProgramWriter]:
         b = BlockBuilder(self.workload.precision, self.workload.optimizer)
-        values = (value for value in part.program.values if value.origin == "parameter")
-        b.undecayed |= {value.name for value in values if len(value.positions) < _MATRIX}  # as of cards
+        values = [value for value in part.program.values if value.origin == "parameter"]
+        b.decayed |= {value.name for value in values if len(value.positions) >= _MATRIX}  # a table that is added, too
+        b.undecayed |= {value.name for value in values} - b.decayed  # as of cards
         writer = ProgramWriter(part.program, b, self.names)
         writer.write()
         return b, writer

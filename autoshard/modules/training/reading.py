@@ -13,7 +13,7 @@ from autoshard.errors import InputError, require
 from autoshard.graph.op import Array
 from autoshard.modules.capture import Captured, read
 from autoshard.modules.decoder.arguments import data_examples, planned_data, token_arguments
-from autoshard.modules.decoder.ends import trained_end
+from autoshard.modules.decoder.ends import dims_of_samples, trained_end
 from autoshard.modules.decoder.reading import captured_stack, frozen_buffers, without_caches
 from autoshard.modules.decoder.segments import stack_of
 from autoshard.modules.export import ExportedModule
@@ -85,7 +85,8 @@ def traced_code(
         captured = captured_stack(module, traced, of_tokens)
     require(*((not why, where, why) for where, why in _faults(captured, arguments)))
     end = trained_end(captured, of_tokens)
-    stack = stack_of(captured.program, end.value)
+    samples = dims_of_samples(captured, end)
+    stack = stack_of(captured.program, end.value, samples)
     alone = "is a mean over two sequences, of which a micro-batch has one. Plan with --fix mbs=2 or more sequences"
     require((not end.is_loss or count >= _FEWEST, end.name, alone))
     if plan.mesh.size("dp") > 1 or count < _FEWEST:
@@ -96,7 +97,7 @@ def traced_code(
             )
     if doubles:
         captured = replace(captured, program=in_double(captured.program))
-        stack = stack_of(captured.program, end.value)
+        stack = stack_of(captured.program, end.value, samples)
     graph = code_graph(captured, stack, end, plan.workload, count, doubles=doubles)
     buffers = {path: buffer.detach() for path, buffer in module.named_buffers()}
     return TracedCode(module=module, arguments=arguments, data=data, graph=graph, buffers=buffers)

@@ -47,6 +47,34 @@ class Gpt(nn.Module):
         return self.out(self.norm(x))
 
 
+class SequenceFirst(Gpt):
+    """Hidden states are [sequence, batch, hidden], in layers of torch; positions are a table that is added."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(LENGTH, WIDTH) / 10)
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(WIDTH, HEADS, 2 * WIDTH, dropout=0.0, norm_first=True) for _ in range(4)
+        )
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = (self.words(tokens) + self.table).transpose(0, 1)
+        where = torch.arange(len(x), device=x.device)
+        for layer in self.layers:
+            x = layer(x, src_mask=where[:, None] < where)
+        return self.out(self.norm(x.transpose(0, 1)))
+
+
+class Summing(Gpt):
+    """Every layer reads the sum of all before it."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        results = [self.words(tokens)]
+        for layer in self.layers:
+            results.append(layer(torch.zeros_like(results[0]) + sum(results)))
+        return self.out(self.norm(sum(results)))
+
+
 class Recalling(Gpt):
     """Every layer reads the embedding as well, and so does the head."""
 
@@ -384,7 +412,7 @@ def state_space(name: str) -> nn.Module:
 
 UNLIKE: Mapping[str, Callable[[], nn.Module]] = {  # whose layers are of two kinds
     "first dense": first_dense, "dense by turns": turns, "widths": widths, "kinds of MLP": kinds_of_mlp,
-    "halves": halves, "recalling": recalling,
+    "halves": halves, "recalling": recalling, "sequence first": SequenceFirst, "summing": Summing,
 }  # fmt: skip
 
 LOSSES: Mapping[str, Callable[[], nn.Module]] = {"smoothed": smoothed, "encoder": encoder, "told": told}

@@ -141,6 +141,9 @@ def _moved_on(names: Sequence[str], parts: Parts) -> Parts:
     for number, name in reversed([*enumerate(names, 1)]):  # so that nothing is moved twice
         inside = {step.makes for step in moved[number] if f"{step.path}.".startswith(f"{name}.")}
         behind = _not_made_of(moved[number], inside)
+        stays = (step for step in moved[number] if step not in behind)
+        needed_here = {*steps_to(behind, [read.value for step in stays for read in step.reads])}
+        behind = [step for step in behind if step not in needed_here]
         moved[number] = [step for step in moved[number] if step not in behind]
         moved[number + 1] = [*behind, *moved[number + 1]]
     beside = {*_beside(moved)}
