@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from functools import cache
 
+import numpy as np
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -48,7 +49,8 @@ class Formats:
 
 def own(array: Array, dtype: torch.dtype | None = None, device: torch.device = _HOST) -> torch.Tensor:
     """Return a tensor with memory of its own and an array's numbers, in another format where one is given."""
-    shared = torch.from_numpy(array if array.flags.writeable else array.copy())  # torch warns of others
+    numbers = np.asarray(array)  # a part of a single number is none of numpy's arrays
+    shared = torch.from_numpy(numbers if numbers.flags.writeable else numbers.copy())  # torch warns of others
     return torch.empty(shared.shape, dtype=dtype or shared.dtype, device=device).copy_(shared)
 
 

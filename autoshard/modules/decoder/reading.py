@@ -1,5 +1,6 @@
 """A decoder that a user's function makes, read without its weights."""
 
+import itertools
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -28,7 +29,7 @@ _OWN_INPUTS = "it was given inputs of its own, and cards are compared for tokens
 # As torch says of code that makes masks where its weights are not, and of autocast for a device without formats.
 _NOT_ON_META = ("to be on the same device", "unsupported scalarType")
 _SEQUENCES = 2  # so that a batch is a dim
-_MOST_FROZEN = 2**22  # numbers of a weight that all ranks hold whole
+MOST_FROZEN = 2**28  # numbers of frozen weights together, which all hosts hold whole: a gigabyte in FP32
 _FROZEN = "weights_that_are_constants"  # what a submodule calls the names of these
 
 
@@ -66,11 +67,18 @@ def made_decoder(where: str, *, on_meta: bool) -> tuple[torch.nn.Module, Mapping
 
 
 def with_constants(module: torch.nn.Module) -> torch.nn.Module:
-    """Let small weights that are frozen be buffers of a module, as tables of positions are: no run trains these."""
+    """Let weights that are frozen be buffers of a module, as tables of positions are: no run trains these.
+
+    The largest stay what they are where all together are more than a host has room for.
+    """
+    weights = {id(weight): weight for weight in module.parameters() if not weight.requires_grad}
+    by_size = sorted(weights.values(), key=lambda weight: weight.numel())
+    ends = itertools.accumulate(weight.numel() for weight in by_size)
+    held = {id(weight) for weight, end in zip(by_size, ends, strict=True) if end <= MOST_FROZEN}
     buffers: dict[int, torch.Tensor] = {}  # a weight may have several names
     for submodule in module.modules():
         for name, weight in [*submodule.named_parameters(recurse=False)]:
-            if not weight.requires_grad and weight.numel() <= _MOST_FROZEN:
+            if id(weight) in held:
                 delattr(submodule, name)
                 submodule.register_buffer(name, buffers.setdefault(id(weight), weight.detach()))
                 setattr(submodule, _FROZEN, (*getattr(submodule, _FROZEN, ()), name))

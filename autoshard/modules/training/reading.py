@@ -14,7 +14,7 @@ from autoshard.graph.op import Array
 from autoshard.modules.capture import Captured, read
 from autoshard.modules.decoder.arguments import data_examples, planned_data, token_arguments
 from autoshard.modules.decoder.ends import dims_of_samples, trained_end
-from autoshard.modules.decoder.reading import captured_stack, frozen_buffers, without_caches
+from autoshard.modules.decoder.reading import MOST_FROZEN, captured_stack, frozen_buffers, without_caches
 from autoshard.modules.decoder.segments import stack_of
 from autoshard.modules.export import ExportedModule
 from autoshard.modules.program import in_double
@@ -24,6 +24,8 @@ from autoshard.modules.training.parts import joining
 from autoshard.plan.code import DataArgument, data_key
 from autoshard.plan.plan import Plan
 
+_FROZEN = f"is frozen, with more than the {MOST_FROZEN:,} numbers of such weights that every host holds whole"
+_UNFROZEN = "Let it require a gradient, or train by a loop of your own with autoshard.shard, which cuts frozen weights"
 _FEWEST = 2  # sequences, so that a batch is a dim
 
 
@@ -118,7 +120,7 @@ def _untrained(captured: Captured) -> Iterator[tuple[str, str]]:
     for value in captured.program.values:
         path = captured.parameters.get(value.name, "")
         if path and path not in captured.exported.call.trained:
-            yield path, "is frozen, and a run trains every weight; let it require a gradient, or make it a buffer"
+            yield path, f"{_FROZEN}. {_UNFROZEN}"
         elif path and value not in captured.program.trained:
             yield path, "gets no gradient from the logits, so that a run cannot train it; make it a buffer"
 

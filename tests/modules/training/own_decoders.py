@@ -66,13 +66,17 @@ class SequenceFirst(Gpt):
 
 
 class Summing(Gpt):
-    """Every layer reads the sum of all before it."""
+    """Every layer reads the sum of all before it; the head scales it by a weight of one number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.share = nn.Parameter(torch.full((1,), 0.5))
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         results = [self.words(tokens)]
         for layer in self.layers:
             results.append(layer(torch.zeros_like(results[0]) + sum(results)))
-        return self.out(self.norm(sum(results)))
+        return self.out(self.norm(self.share * sum(results)))
 
 
 class Recalling(Gpt):

@@ -23,8 +23,8 @@ def gpt():
     return Gpt(layers=2)
 
 def frozen():
-    model = Gpt(layers=2)  # more numbers than all ranks would hold whole
-    model.places = torch.nn.Embedding(2**18, model.words.weight.shape[1]).requires_grad_(False)
+    model = Gpt(layers=2)  # more numbers than all hosts would hold whole
+    model.places = torch.nn.Embedding(2**24, model.words.weight.shape[1]).requires_grad_(False)
     return model
 
 def placed():
