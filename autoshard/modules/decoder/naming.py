@@ -57,8 +57,7 @@ class Roles:
         query, key = self.attend.reads[:2]
         assert self.attend.attention, "attention is known"
         head, value_head = factors(self.attend.attention.head), factors(self.attend.attention.value_head)
-        message = f"has heads of {size_of(head)} for keys and of {size_of(value_head)} for values; they must be equal"
-        require((size_of(head) == size_of(value_head), "attention", message))
+        assert size_of(head) == size_of(value_head), "attention with other values is planned by its work alone"
         heads = [dim for dim in query.dims if dim not in (*head, *tokens)]
         return {
             "kv_heads": tuple(dim for dim in heads if dim in key.dims),

@@ -19,7 +19,7 @@ from autoshard.modules.decoder.pieces import (
     shape,
     whole_in,
 )
-from autoshard.modules.dims import Position, factors
+from autoshard.modules.dims import Position, factors, size_of
 from autoshard.modules.program import Read, Traced, TracedStep, name_of
 from autoshard.spec.model import Activation
 
@@ -31,7 +31,8 @@ _EXPERT_AXES = 3  # of a tensor that holds the weights of all experts
 def recognised(flow: SegmentFlow, tokens: Position) -> tuple[Piece, ...]:
     """Return the pieces that are recognised, in no order; each step is in one of them at most.
 
-    Attention is the planner's where the sequence is that of the stack's ``tokens``, and a part attends once.
+    Attention is the planner's where the sequence is that of the stack's ``tokens``, heads are as large for keys as for
+    values, and a part attends once.
     """
     pieces: list[Piece] = [*_experts(flow)]
     used_steps = {step for piece in pieces for step in piece.steps}
@@ -41,7 +42,7 @@ def recognised(flow: SegmentFlow, tokens: Position) -> tuple[Piece, ...]:
     pieces += (piece for piece in _products(flow) if not used_steps & {*piece.steps})
     ends = {piece.makes for piece in pieces}
     attention = (*_fused_attention(flow), *_written_attention(flow))
-    is_usual = len(attention) == 1 and {*tokens} <= {*flow.root(attention[0].reads[0].value).dims}
+    is_usual = len(attention) == 1 and attention[0].is_usual(flow, tokens)
     attended = (
         _attention(flow, attention[0], ends, tokens) if is_usual else (_by_work(flow, steps) for steps in attention)
     )
@@ -200,6 +201,21 @@ class _AttentionSteps:
     keys: Position  # in scores
     beside: tuple[Read, ...]  # what meets these before the softmax
     is_causal: bool = False
+
+    def is_usual(self, flow: SegmentFlow, tokens: Position) -> bool:
+        """Say whether it is along the tokens of the stack, with heads of one size that nothing mixes."""
+        is_along = {*tokens} <= {*flow.root(self.reads[0].value).dims}
+        return is_along and size_of(self.head) == size_of(self.value_head) and not self._mixes()
+
+    def _mixes(self) -> bool:
+        """Say whether scores are multiplied on their way to the values, as weights mix those of heads."""
+        ours = {self.steps[0].makes}
+        for step in self.steps[1:-1]:
+            if any(read.value in ours for read in step.reads):
+                ours.add(step.makes)
+                if step.sort == "product" or step.products:
+                    return True
+        return False
 
 
 def _fused_attention(flow: SegmentFlow) -> Iterator[_AttentionSteps]:

@@ -14,13 +14,18 @@ from autoshard.modules.rules.unknown import unknown
 
 
 def convolution(reader: Reader, node: Node) -> None:
-    """Convolve. The batch, output channels, and input channels (which are summed) may be cut; or groups of channels."""
+    """Convolve. The batch, output channels, and input channels (which are summed) may be cut; or groups of channels.
+
+    So may places, if each is a product by itself.
+    """
     x, weight, *bias = reader.readings(node)
     places = len(weight.positions) - 2
     channel, groups, positions = len(x.positions) - places - 1, argument(node, "groups"), list(x.positions)
     is_turned = "transpose" in node.target._opname
-    positions[channel + 1 :] = [fresh(size) for size in node.meta["val"].shape[channel + 1 :]]
-    whole = [*x.positions[channel + 1 :], *positions[channel + 1 :], *weight.positions[2:]]
+    whole = list(weight.positions[2:])
+    if not _is_by_place(node, weight):
+        positions[channel + 1 :] = [fresh(size) for size in node.meta["val"].shape[channel + 1 :]]
+        whole += [*x.positions[channel + 1 :], *positions[channel + 1 :]]
     if groups > 1:
         _grouped(reader, node, (x, weight, bias), (positions, whole), channel)
         return
@@ -40,6 +45,18 @@ def convolution(reader: Reader, node: Node) -> None:
             function=shifted,
             arguments=(TensorPlace(0), TensorPlace(1)),
         )
+
+
+def _is_by_place(node: Node, weight: Reading) -> bool:
+    """Say whether a convolution sees one place at a time, and each."""
+    is_small = all(size_of(position) == 1 for position in weight.positions[2:])
+    strides, pads = (_numbers(argument(node, name)) for name in ("stride", "padding"))
+    more = _numbers(argument(node, "output_padding")) if "transpose" in node.target._opname else ()
+    return is_small and {*strides} <= {1} and {*pads, *more} <= {0}
+
+
+def _numbers(value: Any) -> tuple[Any, ...]:
+    return tuple(value) if isinstance(value, list | tuple) else (value,)
 
 
 def _shifted(x: torch.Tensor, bias: torch.Tensor, *, places: int) -> torch.Tensor:

@@ -15,7 +15,7 @@ from autoshard.graph.kinds.attention import Attend
 from autoshard.graph.written import parse_lines
 from autoshard.modules.decoder.reading import read_decoder
 from autoshard.spec.kernels import load_kernels
-from tests.modules.training.own_decoders import LENGTH, Encoder, EncoderLayer, Gpt, GptLayer, Smoothed, biased
+from tests.modules.training.own_decoders import LENGTH, Encoder, EncoderLayer, Gpt, GptLayer, Smoothed, biased, talking
 from tests.slower import rest_is_slow
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
@@ -96,6 +96,13 @@ def test_weights_that_are_added_to_scores_hide_nothing(is_causal: bool, by_hand:
     (kind,) = (op.kind for op in parse_lines(model.traced.layer) if op.name == "attend")
     assert kind == Attend(sees_all=not is_causal, biased=True)
     assert seen_share(Attend(biased=True), 12, 1, 1) == 1
+
+
+def test_attention_that_mixes_heads_is_planned_by_all_of_its_work():
+    module = talking()
+    model = read_decoder(module, LENGTH)
+    assert model.traced and not [note for note in model.traced.unlifted if "FLOPs" in note]
+    assert model.traced.num_parameters == sum(parameter.numel() for parameter in module.parameters())
 
 
 def test_attention_that_adds_numbers_is_no_flash_kernel():

@@ -19,6 +19,10 @@ from tests.slower import rest_is_slow
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 WORK = "is planned by its work alone"
+BIASED = (
+    "layer: what makes the numbers that are added to the scores of attention is not in the plan; attention is planned "
+    "by a kernel that reads these, and skips nothing"
+)
 
 
 def causal(x: torch.Tensor) -> torch.Tensor:
@@ -253,9 +257,7 @@ LIFTED: Mapping[str, tuple[Callable[[], nn.Module], tuple[str, ...]]] = {
     "queries of two products": (of(LowRank), ()),
     "a number": (of(Scaled), (f"layer: mul_own (mul) {WORK}",)),
     "norms by hand": (of(ByHand), ()),
-    "scores with positions": (
-        of(Biased), ("layer: what is added to the scores of attention by position is not in the plan",)
-    ),
+    "scores with positions": (of(Biased), (BIASED,)),
     "a convolution": (of(Convolved), (f"layer: conv1d_slice_own (conv1d, slice) {WORK}",)),
     "places of its own": (Placed, (f"embedding: slice_add_own (slice, add) {WORK}",)),
     "a deep head": (Deep, ()),

@@ -165,6 +165,29 @@ def biased(*, is_causal: bool, by_hand: bool) -> nn.Module:
     return module
 
 
+class TalkingLayer(EncoderLayer):
+    """Convolutions of one place mix the heads, before the softmax and behind it."""
+
+    def __init__(self) -> None:
+        super().__init__(0.0)
+        self.before, self.behind = (nn.Conv2d(HEADS, HEADS, 1, bias=False) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        shape = (*x.shape[:2], HEADS, -1)
+        heads = (part.view(shape).transpose(1, 2) for part in self.attention(self.first(x)).split(WIDTH, dim=2))
+        query, key, value = heads
+        mixed = self.behind(self.before(query @ key.mT / 3).softmax(-1)) @ value
+        x = x + self.mix(mixed.transpose(1, 2).reshape(x.shape))
+        return x + self.narrow(functional.gelu(self.widen(self.second(x))))
+
+
+def talking() -> nn.Module:
+    """An encoder whose heads talk to each other."""
+    module = Encoder()
+    module.layers = nn.ModuleList(TalkingLayer() for _ in range(4))
+    return module
+
+
 class RootMeanSquare(nn.Module):
     def __init__(self) -> None:
         super().__init__()

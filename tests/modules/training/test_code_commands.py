@@ -22,11 +22,6 @@ from tests.modules.training.own_decoders import Encoder, Gpt, Llama, Experts, Sm
 def gpt():
     return Gpt(layers=2)
 
-def frozen():
-    model = Gpt(layers=2)  # more numbers than all hosts would hold whole
-    model.places = torch.nn.Embedding(2**24, model.words.weight.shape[1]).requires_grad_(False)
-    return model
-
 def placed():
     model = Gpt(layers=2)
     model.places.weight.requires_grad_(False)
@@ -202,11 +197,10 @@ def test_the_state_of_another_module_is_no_checkpoint(typed: Typed):
     ("name", "why"),
     rest_is_slow(
         [
-            ("frozen", "places.weight: is frozen"),
             ("centred", "joins tokens of several sequences"),
             ("counted", "seen: is a buffer that forward changes"),
         ],
-        slow=2,
+        slow=1,
     ),
 )
 def test_what_no_run_can_train_is_said_when_it_is_planned_and_refused_when_it_is_run(name: str, why: str, typed: Typed):

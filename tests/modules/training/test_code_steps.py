@@ -11,7 +11,7 @@ from autoshard.modules.training.reading import traced_code
 from autoshard.plan.plan import Plan
 from tests.modules.decoder.test_ends import bert, modern_bert
 from tests.modules.training.code_cases import Compared, compared, compared_dropping, plan_made, plan_of
-from tests.modules.training.own_decoders import LOSSES, OWN, UNLIKE, Typed, biased, dropping, state_space
+from tests.modules.training.own_decoders import LOSSES, OWN, UNLIKE, Typed, biased, dropping, state_space, talking
 from tests.ranks.spawn import on_ranks
 from tests.slower import covering, rest_is_slow
 
@@ -35,7 +35,7 @@ LAYOUTS = [
 ]
 BIDIRECTIONAL: Mapping[str, Callable[[], nn.Module]] = {
     "BERT": bert, "ModernBERT": modern_bert, "biased": partial(biased, is_causal=False, by_hand=False),
-    "biased decoder": partial(biased, is_causal=True, by_hand=True),
+    "talking heads": talking, "biased decoder": partial(biased, is_causal=True, by_hand=True),
 }  # fmt: skip
 COMBINED = covering(NAMES, LAYOUTS)  # each layout with one decoder; all pairs are left to `make thorough`
 

@@ -19,7 +19,8 @@ from autoshard.modules.training.reading import TracedCode, traced_code
 from autoshard.spec.workload import Precision
 from tests.kit import local_plan
 from tests.modules.training import own_translators as own
-from tests.modules.training.code_cases import Compared
+from tests.modules.training.code_cases import Compared, plan_of
+from tests.modules.training.own_decoders import Gpt
 from tests.modules.training.own_samples import Made
 from tests.modules.training.own_translators import OF_TRANSFORMERS, SOURCE, TARGET, TRANSLATORS, Translator
 from tests.modules.training.sample_cases import compared_samples, plan_of_samples
@@ -107,6 +108,10 @@ def test_weights_that_are_frozen_are_constants_as_long_as_a_host_holds_them():
     assert frozen_buffers(with_constants(module)) == ["0.weight"]
     assert [name for name, _ in module.named_parameters()] == ["1.weight", "1.bias", "2.weight"]
     assert [*module.state_dict()] == ["0.weight", "1.weight", "1.bias", "2.weight"]
+    gpt = Gpt()
+    gpt.places.requires_grad_(False)  # as if it were too large
+    with pytest.raises(InputError, match=r"places\.weight: is frozen, with more than the 268,435,456 numbers of such"):
+        traced_code(gpt, plan_of(gpt, "tp=1,pp=1,dp=1,mbs=2"), Formats())
 
 
 @pytest.mark.slow
