@@ -26,6 +26,7 @@ from autoshard.modules.local import MARK
 from autoshard.modules.nodes import Node, place_in_tree
 from autoshard.modules.rewriting.complex_numbers import write_as_pairs
 from autoshard.modules.rewriting.decomposing import decomposed
+from autoshard.modules.rewriting.guesses import without_guesses
 from autoshard.modules.rewriting.inlining import gradients_inside_autocast, inline
 from autoshard.modules.rewriting.parts import part_of
 from autoshard.modules.rewriting.randomness import RandomInput, take_random_inputs, unseeded
@@ -272,7 +273,10 @@ def _quietly() -> Iterator[None]:
         place.print = lambda *_, **__: None
         for logger in loggers:
             logger.setLevel(logging.CRITICAL)
-        with warnings.catch_warnings():  # tensors in attributes are refused here, but those that hooks compute
+        with (
+            warnings.catch_warnings(),
+            without_guesses(),
+        ):  # tensors in attributes are refused here, but those that hooks compute
             warnings.filterwarnings("ignore", "The tensor attributes? .* assigned during export")
             yield
     finally:

@@ -53,11 +53,12 @@ def trained_end(captured: Captured, of_tokens: Collection[str]) -> TrainedEnd:
 
 
 def dims_of_samples(captured: Captured, end: TrainedEnd) -> Position:
-    """Return the dims along which samples lie in a batch: the first of an argument, or of the logits."""
-    values = {value.name: value for value in captured.program.values if value.positions}
-    names = end.data or captured.exported.arguments
-    first = next((values[name] for name in names if name in values), end.logits)
-    return first.positions[0] if first.positions else ()
+    """Return the dims along which samples lie in a batch: the first of an argument, or of what is returned."""
+    values = {value.name: value.positions for value in captured.program.values}
+    logits = [result.read for result in captured.program.results if result.name == end.name and not end.is_loss]
+    results = [*(read.positions for read in logits if read), end.logits.positions]
+    arguments = [values[name] for name in end.data or captured.exported.arguments if name in values]
+    return next((positions[0] for positions in (*arguments, *results) if positions), ())
 
 
 def data_arguments(captured: Captured, of_tokens: Collection[str]) -> tuple[str, ...]:

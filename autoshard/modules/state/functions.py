@@ -10,14 +10,14 @@ from typing import Any
 
 import torch
 
-_LIBRARIES = {*sys.stdlib_module_names, "torch", "numpy", "einops", "autoshard", "builtins"}
+_LIBRARIES = {*sys.stdlib_module_names, "torch", "numpy", "einops", "einx", "autoshard", "builtins"}
 _READS = ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "LOAD_DEREF", "LOAD_CLASSDEREF", "STORE_DEREF")
 _ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD")
 _CALLED = ("__init__", "__post_init__", "__call__", "forward")  # what a call of a class or of an object runs
 
 
 def is_library(name: str | None) -> bool:
-    """Say whether a module is of a library whose state changes no result: torch, numpy, einops, and those of Python."""
+    """Say whether a module is of a library whose state changes no result: of torch, numpy, einops, einx, of Python."""
     return (name or "builtins").partition(".")[0] in _LIBRARIES
 
 

@@ -129,7 +129,9 @@ def _names(captured: Captured, stack: Stack, end: TrainedEnd) -> Mapping[Dim, st
     if not end.data:
         message = "makes logits whose dims cannot be told apart as batch, sequence and vocabulary"
         words = factors(end.logits.positions[-1])
-        require((end.logits.dims == (*carried[:2], *words) and len(words) == 1, "module", message))
+        require((len(words) == 1 and {*end.logits.dims} == {*carried[:2], *words}, "module", message))
+        swapped = "makes logits along [sequence, batch, vocabulary]. Transpose what the last product reads"
+        require((end.logits.dims == (*carried[:2], *words), end.logits.name, swapped))
         usual[words[0]] = _WORDS
         require((len(usual) == len(_CARRIED) + 1, "module", message))
     for dim, name in names.items():

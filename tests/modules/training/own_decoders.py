@@ -53,15 +53,14 @@ class SequenceFirst(Gpt):
     def __init__(self) -> None:
         super().__init__()
         self.table = nn.Parameter(torch.randn(LENGTH, WIDTH) / 10)
-        self.layers = nn.ModuleList(
-            nn.TransformerEncoderLayer(WIDTH, HEADS, 2 * WIDTH, dropout=0.0, norm_first=True) for _ in range(4)
-        )
+        layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 2 * WIDTH, dropout=0.0, norm_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
+        del self.layers
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = (self.words(tokens) + self.table).transpose(0, 1)
         where = torch.arange(len(x), device=x.device)
-        for layer in self.layers:
-            x = layer(x, src_mask=where[:, None] < where)
+        x = self.encoder(x, mask=where[:, None] < where)
         return self.out(self.norm(x.transpose(0, 1)))
 
 
