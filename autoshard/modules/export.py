@@ -105,8 +105,15 @@ class ExportedModule:
             separate.append(value.detach().clone().requires_grad_(value.requires_grad) if again else value)
         args, kwargs = tree.tree_unflatten(separate, layout)
         try:
-            hooks = _without_own_hooks(module)
-            with _own_gradients(module) as own_gradients, hooks, recorded(module) as record, _quietly(), unseeded():
+            hooks, plain = _without_own_hooks(module), without_guesses()
+            with (
+                _own_gradients(module) as own_gradients,
+                hooks,
+                plain,
+                recorded(module) as record,
+                _quietly(),
+                unseeded(),
+            ):
                 program = torch.export.export(module, args, kwargs, strict=False)
             call = ModuleCall.of(ModuleTree.of(module), layout, flat)
             inline(program.graph_module, _device(module), call.autocast)
@@ -273,10 +280,7 @@ def _quietly() -> Iterator[None]:
         place.print = lambda *_, **__: None
         for logger in loggers:
             logger.setLevel(logging.CRITICAL)
-        with (
-            warnings.catch_warnings(),
-            without_guesses(),
-        ):  # tensors in attributes are refused here, but those that hooks compute
+        with warnings.catch_warnings():  # tensors in attributes are refused here, but those that hooks compute
             warnings.filterwarnings("ignore", "The tensor attributes? .* assigned during export")
             yield
     finally:

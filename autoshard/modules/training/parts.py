@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from autoshard.errors import require
 from autoshard.modules.capture import Captured
 from autoshard.modules.decoder.segments import Segment, Stack
 from autoshard.modules.dims import factors
@@ -122,7 +123,8 @@ class _Copier:
             name = f"{self.stems[owner]}.{leaf}"
             self.paths[name] = path
             return self._copy(value, name, "parameter")
-        assert value.origin == "input", f"{value.name} is made in another part"
+        message = f"reads {value.name}, which is made for another layer alone. Make it in each, or before all layers"
+        require((value.origin == "input", self.segment.name, message))
         name = f"side_{len(self.nodes)}"
         self.nodes[name] = self.captured.inputs[value.name]
         return self._copy(value, name, "input")

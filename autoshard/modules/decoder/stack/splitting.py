@@ -66,7 +66,8 @@ def _lists(steps: Sequence[TracedStep]) -> Sequence[_ListOfLayers]:
             "module", "has no list of layers (nn.ModuleList or nn.Sequential), so it is no stack of layers"
         )
     first, *more = sorted(members, key=lambda path: -sum(map(len, members[path].values())))
-    require((_in_order(members[first]), first or "module", "does not run its layers in order, each once"))
+    message = f"does not run its layers in order, each once{_first_late(members[first], steps)}"
+    require((_in_order(members[first]), first or "module", message))
     lists = [_list_of(first, members[first], steps)]
     for path in more:
         layers = _list_of(path, members[path], steps)
@@ -112,6 +113,14 @@ def _in_order(members: Mapping[int, Sequence[int]]) -> bool:
     starts, ends = map(min, members.values()), map(max, members.values())
     is_disjoint = all(end < start for end, start in zip(ends, [*starts][1:], strict=False))
     return list(members) == list(range(len(members))) and is_disjoint
+
+
+def _first_late(members: Mapping[int, Sequence[int]], steps: Sequence[TracedStep]) -> str:
+    """Say which submodule of a member runs when the next has begun; nothing if members begin in another order."""
+    for (_, places), (number, later) in itertools.pairwise(members.items()):
+        if max(places) > min(later):
+            return f": {steps[max(places)].path} runs when layer {number} has begun"
+    return ""
 
 
 def _moved_back(parts: Parts, lists: Sequence[_ListOfLayers]) -> Parts:
