@@ -34,18 +34,18 @@ class ExportAnswer:
 
 def exported(plan: Plan, program: OtherProgram) -> ExportAnswer:
     """Write a plan for a program, and price what it cannot express."""
-    found = expressed(plan, program)
+    expression = expressed(plan, program)
     request = request_of_plan(plan, calibration_of(plan))
-    if found.planned.kernels != plan.candidate.kernels:
+    if expression.planned.kernels != plan.candidate.kernels:
         request = replace(request, calibration=None)  # the constants of the plan are those of its own kernels
-    work = replace(request.workload, precision=Precision.named(found.precision))
-    planned, unpriced = _priced(request, found.planned, plan)
-    as_run, why = _priced(replace(request, workload=work), found.candidate, plan)
-    same = found.planned == found.candidate and work == request.workload
+    work = replace(request.workload, precision=Precision.named(expression.precision))
+    planned, unpriced = _priced(request, expression.planned, plan)
+    as_run, why = _priced(replace(request, workload=work), expression.candidate, plan)
+    same = expression.planned == expression.candidate and work == request.workload
     return ExportAnswer(
         program=program,
-        text=text_of(program, plan, found),
-        expressed=found,
+        text=text_of(program, plan, expression),
+        expressed=expression,
         planned=planned,
         as_run=as_run,
         unpriced=why or unpriced,

@@ -106,14 +106,7 @@ class ExportedModule:
         args, kwargs = tree.tree_unflatten(separate, layout)
         try:
             hooks, plain = _without_own_hooks(module), without_guesses()
-            with (
-                _own_gradients(module) as own_gradients,
-                hooks,
-                plain,
-                recorded(module) as record,
-                _quietly(),
-                unseeded(),
-            ):
+            with _own_gradients(module) as gradients, hooks, plain, recorded(module) as record, _quietly(), unseeded():
                 program = torch.export.export(module, args, kwargs, strict=False)
             call = ModuleCall.of(ModuleTree.of(module), layout, flat)
             inline(program.graph_module, _device(module), call.autocast)
@@ -139,7 +132,7 @@ class ExportedModule:
             signature=signature,
             call=call,
             state=record.watched(),
-            own_gradients=tuple(dict.fromkeys(own_gradients)),
+            own_gradients=tuple(dict.fromkeys(gradients)),
             random=random,
             examples=tuple(value.to("meta") if isinstance(value, torch.Tensor) else value for value in flat),
             paths={spec.arg.name: tied[str(spec.target)] for spec in specs if spec.kind.name == "PARAMETER"},
