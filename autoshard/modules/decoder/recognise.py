@@ -108,10 +108,12 @@ def _shift(flow: SegmentFlow, product: Piece) -> Piece | None:
     readers = flow.readers.get(product.makes, ())
     if len(readers) != 1 or name_of(readers[0]) not in ("add", "add_") or len(readers[0].reads) != 2:
         return None
-    biases = [(read, flow.of_weights(read.value)) for read in readers[0].reads]
-    bias, steps = next(((read, steps) for read, steps in biases if steps is not None), (None, ()))
-    least = product.dims if not steps else product.weights[0].dims  # what is joined has no dims of tokens
-    if bias is None or not {*bias.dims} < {*product.dims} or not {*bias.dims} <= {*least}:
+    for bias in readers[0].reads:
+        steps = flow.of_weights(bias.value)
+        least = {*(product.weights[0].dims if steps else product.dims)}  # what is joined has no dims of tokens
+        if steps is not None and {*bias.dims} < {*product.dims} and {*bias.dims} <= least:
+            break
+    else:
         return None
     weight = WeightPart(value=flow.root(bias.value), dims=bias.dims)
     return Piece(
