@@ -45,7 +45,7 @@ def test_clean_rows_are_not_named(name: str):
     assert named(known(name)) == {}
 
 
-@pytest.mark.parametrize("name", rest_is_slow(CHEAP_FIRST, 1, len(CLEAN)))
+@pytest.mark.parametrize("name", rest_is_slow(CHEAP_FIRST, 1, 1))
 @pytest.mark.parametrize("factor", [1000, 1 / 1000, 60, 1 / 60])
 def test_a_wrong_unit_of_time_is_named_and_nothing_else(name: str, factor: float):
     found = known(name)

@@ -42,7 +42,7 @@ def total(cost):
 
 
 class TestMessages:
-    @pytest.mark.parametrize("name", rest_is_slow(reversed(distinct_models()), 3, len(distinct_models())))
+    @pytest.mark.parametrize("name", rest_is_slow(reversed(distinct_models()), 3, 3))
     def test_with_every_atom_of_size_1_none_costs_anything(self, name):
         question = ask(name, "h100-80", 1, kernels="te", seq_len=1024)
         alone = setting(question, "tp=1,dp=8")
@@ -169,13 +169,15 @@ class TestRecompute:
 
 
 class TestHiddenTraffic:
-    @pytest.mark.parametrize("kernels", kernels_names())
+    def test_three_tables_hide_traffic_of_tensor_parallelism(self):
+        shares = {name: load_kernels(name).hides.get("tp", 0.0) * 7 / 8 for name in kernels_names()}
+        hiding = {"mcore": 7 / 8, "torch_async_tp": 0.36, "nanotron": 0.35}
+        assert shares == pytest.approx(dict.fromkeys(shares, 0.0) | hiding, rel=0.01)
+
+    @pytest.mark.parametrize("kernels", ["mcore", "torch_async_tp", "te"])
     def test_tensor_parallel_traffic_hides_behind_the_compute_of_its_own_pass_as_the_table_says(self, kernels):
         question, text = ask(kernels=kernels), "tp=8"
         share = load_kernels(kernels).hides.get("tp", 0.0) * 7 / 8  # of 8 pieces the first stays in sight
-        assert share == pytest.approx(
-            {"mcore": 7 / 8, "torch_async_tp": 0.36, "nanotron": 0.35}.get(kernels, 0.0), rel=0.01
-        )
         here, layer = setting(question, text), lowered(question, text)
         bare = replace(layer, hides_tp=0.0)
         for speed in (question.rates, rates(), replace(question.rates, matrix_flops_per_s=1e15), rates(launch_s=1e-3)):

@@ -16,9 +16,11 @@ from autoshard.plan.verify import verify
 from autoshard.spec.kernels import kernels_names, load_kernels
 from tests.cost.cases import block
 from tests.plan.cases import ask, plan_of
+from tests.slower import covering
 from tests.tabled import tabled
 
 KINDS = ("none", "selective[activation,norms]", "full")
+SHAPES = ("tp=2,pp=4", "tp=2,pp=4,vp=2,schedule=interleaved", "tp=2,pp=4,schedule=zb_h1")
 
 
 def plan(text: str, cluster: str = "h100-80", model: str = "llama3-8b", nodes: int = 2) -> Plan:
@@ -31,8 +33,7 @@ def parts(chosen: Plan) -> Prediction:
     return chosen.prediction
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("shape", ["tp=2,pp=4", "tp=2,pp=4,vp=2,schedule=interleaved", "tp=2,pp=4,schedule=zb_h1"])
+@pytest.mark.parametrize(("kind", "shape"), covering(KINDS, SHAPES, fast=3))
 def test_host_memory_holds_what_a_rank_held_and_three_layers_of_it_are_on_their_way(kind: str, shape: str):
     before, after = parts(plan(f"{shape},recompute={kind}")), parts(plan(f"{shape},recompute={kind}+offload"))
     layers = 32 // 4
