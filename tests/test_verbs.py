@@ -10,6 +10,7 @@ from autoshard.cli import main
 from autoshard.errors import InputError, NoPlan, RunFailed
 from autoshard.spec.cluster_catalogue import load_cluster
 from tests.imports.logs.published import LOGS
+from tests.slower import rest_is_slow
 
 
 @pytest.fixture
@@ -18,7 +19,7 @@ def plan_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return autoshard.plan("tiny-llama", "local", fix={"tp": 2, "pp": 1, "mbs": 8}).save(tmp_path / "plan.json")
 
 
-@pytest.mark.parametrize("verb", ["explain", "verify", "compare"])
+@pytest.mark.parametrize("verb", rest_is_slow(["verify", "compare", "explain"], 2))
 def test_a_verb_has_the_figures_of_its_command(verb: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     two_ranks = autoshard.plan("tiny-llama", load_cluster("local", ranks=2), fix={"tp": 2, "mbs": 8})
     paths = [str(two_ranks.save(tmp_path / "plan.json"))] * (2 if verb == "compare" else 1)

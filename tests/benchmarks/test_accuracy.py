@@ -140,6 +140,7 @@ def test_lines_about_other_rows_stay_until_they_are_made_anew(own: tuple[SetAccu
     assert "2026-01-02" not in anew
 
 
+@pytest.mark.slow
 def test_what_is_not_known_is_a_dash_and_a_page_without_a_place_is_refused(own: tuple[SetAccuracy, ...]) -> None:
     bare = dataclasses.replace(own[0], step_time=None, peak_memory=None)
     text = page_text(EMPTY, COLUMNS, PredictedSets(own=(bare,), parts={}), "c")

@@ -62,6 +62,7 @@ def is_alive(pid: int) -> bool:
     return status.is_file() and status.read_text().split()[2] != "Z"
 
 
+@pytest.mark.slow
 def test_parts_that_fail_are_named_with_their_reason_and_leave_the_others(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -74,6 +74,7 @@ def test_a_row_that_no_fit_can_use_is_not_kept(tmp_path: Path) -> None:
     assert load_calibration(tmp_path / CONSTANTS) == learned and "which holds 0% of those" in learned.basis
 
 
+@pytest.mark.slow
 def test_plans_for_this_machine_alone_take_what_was_learned(
     tmp_path: Path, typed: Typed, monkeypatch: pytest.MonkeyPatch
 ) -> None:

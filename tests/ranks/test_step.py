@@ -194,7 +194,7 @@ def test_sizes_that_nothing_divides_travel_padded(text):
     compare(task.reference(), [share for (share,) in answers])
 
 
-@pytest.mark.parametrize(("schedule", "most"), rest_is_slow([("1f1b", 2), ("gpipe", 8), ("zb_h1", 2)], 2))
+@pytest.mark.parametrize(("schedule", "most"), rest_is_slow([("1f1b", 2), ("gpipe", 8), ("zb_h1", 2)]))
 def test_messages_that_were_taken_are_kept_no_longer(schedule, most, monkeypatch: pytest.MonkeyPatch):
     kept, send = list[int](), World.send
 

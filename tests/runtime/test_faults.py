@@ -130,7 +130,7 @@ def terminate() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
+@pytest.mark.parametrize("number", rest_is_slow([signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP], 1, 2))
 def test_a_signal_saves_the_step_that_it_met(number: signal.Signals, tmp_path: Path) -> None:
     """Of schedulers, of Slurm's users (``sbatch --signal=USR1@90``), and of a terminal that is closed."""
     found = Trained()

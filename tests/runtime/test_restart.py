@@ -158,8 +158,7 @@ def test_checkpoints_of_another_run_are_continued_only_when_asked(tmp_path: Path
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("content", ["", '{"schema": 5, "mod'])
-@pytest.mark.parametrize("name", ["plan.json", "training.json"])
+@pytest.mark.parametrize(("name", "content"), [("plan.json", '{"schema": 5, "mod'), ("training.json", "")])
 def test_a_file_that_a_kill_has_cut_off_is_taken_from_the_newest_checkpoint(
     name: str, content: str, tmp_path: Path
 ) -> None:

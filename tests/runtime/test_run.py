@@ -74,6 +74,7 @@ def test_a_step_without_an_answer_says_so_and_lines_to_type_are_quoted(capsys: p
     )
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_plan_then_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*PLAN]) == 0

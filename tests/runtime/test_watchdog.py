@@ -23,7 +23,7 @@ from autoshard.runtime.data.opened import source_of
 from autoshard.runtime.watchdog import Watch
 from autoshard.spec.training import Watching
 from tests.runtime.training_cases import Trained, after_steps, before_steps, plan_of, trained
-from tests.slower import each_third_is_fast
+from tests.slower import each_third_is_fast, rest_is_slow
 
 TWO = "tp=1,pp=1,dp=2"
 
@@ -85,6 +85,7 @@ def test_data_that_never_comes_ends_the_run_with_its_state_saved(
     assert steps_of(tmp_path) == 4
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_a_signal_ends_a_wait_for_data(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with_slow_data(monkeypatch, 1, 10**6)
@@ -95,6 +96,7 @@ def test_a_signal_ends_a_wait_for_data(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert steps_of(tmp_path) == 4 and time.monotonic() - begun_s < 60
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_ranks_that_wait_for_each_other_save_the_step_before_they_are_ended(tmp_path: Path) -> None:
     """As when a library of devices hangs: all processes live, and their threads can talk."""
@@ -128,7 +130,7 @@ def test_a_state_that_is_being_updated_is_not_saved(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("phase", ["its start", "the state is loaded"])
+@pytest.mark.parametrize("phase", rest_is_slow(["its start", "the state is loaded"]))
 def test_a_rank_that_is_stopped_in_the_start_is_reported(
     phase: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

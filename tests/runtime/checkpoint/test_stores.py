@@ -104,6 +104,7 @@ def test_a_store_that_gives_no_leave_to_send_fails_a_save(s3: S3, monkeypatch: p
     assert place.read("soon") == b"numbers"
 
 
+@pytest.mark.slow
 def test_a_store_that_cannot_be_used_is_found_before_the_first_step(
     s3: S3, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -179,6 +179,7 @@ def plan_for(model: ModelSpec, platform: str = "trn1.32xlarge", nodes: int = 16,
     return build_plan(Candidate.parse(text), model, replace(load_cluster(platform), num_nodes=nodes), workload, "nxd")
 
 
+@pytest.mark.slow
 def test_the_files_of_llama_3_70b_by_names_and_shapes() -> None:
     model = load_model("llama3-70b")
     dtypes = dict.fromkeys(shapes_of(model), torch.bfloat16)
