@@ -131,7 +131,7 @@ class MeshKinds:
 def _rounded_up(limit: float) -> float:
     """Return the next of some numbers that are few.
 
-    >>> [round(_rounded_up(limit), 1) for limit in (66.0, 70.0, float("inf"))]
+    >>> [round(_rounded_up(limit), 1) for limit in (70.0, 75.0, float("inf"))]
     [76.1, 76.1, inf]
     """
     return 2.0 ** (math.ceil(math.log2(limit) / _STEP) * _STEP) if 0 < limit < math.inf else limit

@@ -322,14 +322,6 @@ REFUSED: Mapping[str, tuple[Any, str]] = {
         of_transformers("Phimoe", num_local_experts=4, num_experts_per_tok=2),
         "model.layers.0.mlp.experts: computes grouped_mm",
     ),
-    "heads of two sizes": (
-        of_transformers(
-            "DeepseekV3", "head_dim", num_key_value_heads=8, q_lora_rank=16, kv_lora_rank=8, qk_rope_head_dim=4,
-            qk_nope_head_dim=8, v_head_dim=8, n_routed_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1,
-            first_k_dense_replace=0, moe_intermediate_size=16,
-        ),
-        "attention: has heads of 12 for keys and of 8 for values",
-    ),
 }  # fmt: skip
 
 
