@@ -144,6 +144,9 @@ class TestHops:
         assert outside == pytest.approx(24 / 32 * 1e9 / (50e9 * FAR) + 14e-6)
         inside = ring_of("tp=8,pp=1,dp=4", TP, self.place).time_s(collective("all_to_all", TP), 1e9)
         assert inside == pytest.approx(7 / 8 * 1e9 / (450e9 * NEAR) + 3.4e-6)
+        # 32 ranks leave a node of trn1 at once, by 8 ports of 12.5 GB/s.
+        exchange = ring_of("tp=1,pp=1,dp=64", DP, cluster("trn1.32xlarge", 2)).exchange
+        assert exchange and exchange.seconds_per_byte == pytest.approx(32 / 64 / (8 * 12.5e9 / 32 * FAR))
 
     def test_a_ring_of_keys_waits_for_its_hop_between_nodes_in_every_round(self):
         found = ring_of("tp=1,pp=1,cp=32,dp=1", ("cp",), self.place).time_s(collective("permute", ("cp",)), 1e8)
