@@ -84,17 +84,11 @@ class CutBlocks:
     step: StepGraph
     cutting: Cutting
     atoms: frozenset[str]
-    lowered_blocks: dict[tuple[str, Recompute], LoweredBlock] = field(
-        default_factory=dict[tuple[str, Recompute], LoweredBlock], compare=False, repr=False
-    )
 
     def block(self, kind: str, drop: Recompute) -> LoweredBlock:
         """Return a block, recomputed and sharded."""
-        used = Recompute() if kind in ENDS else drop.on_device
-        if (kind, used) not in self.lowered_blocks:
-            cutting = self.cutting.alone(kind).only(self.atoms)
-            self.lowered_blocks[kind, used] = _cut_block(self.step, kind, used, cutting, self.atoms)
-        return self.lowered_blocks[kind, used]
+        used, cutting = Recompute() if kind in ENDS else drop.on_device, self.cutting.alone(kind).only(self.atoms)
+        return _cut_block(self.step, kind, used, cutting, self.atoms)
 
     def every(self) -> tuple[LoweredBlock, ...]:
         """Return blocks that hold every kind of collective; recompute repeats them, and adds no others."""
@@ -122,7 +116,7 @@ def alike_without(blocks: CutBlocks, atom: str) -> bool:
             for cuts in (sharding.kept_cuts, sharding.input_cuts, sharding.waiting_cuts):
                 yield {name: frozenset(map(without_atom, layouts)) for name, layouts in cuts.items()}
 
-    fewer = CutBlocks(step=blocks.step, cutting=blocks.cutting, atoms=blocks.atoms - {atom})
+    fewer = replace(blocks, atoms=blocks.atoms - {atom})
     return all(sent == fewer_sent for sent, fewer_sent in zip(sent_and_kept(blocks), sent_and_kept(fewer), strict=True))
 
 

@@ -55,8 +55,8 @@ class LeastRecompute:
 
     def costs(self, kinds: Sequence[Recompute]) -> list[BlockCost]:
         """Return the costs of several kinds of recompute that no block with them stays below."""
-        whole_s = sum(self.cost(Recompute()).seconds["W"].values())
-        return costs_of(kinds, self.cost, lambda cost: self._offloaded(cost, whole_s))
+        weights_s = sum(self.cost(Recompute()).seconds["W"].values())
+        return costs_of(kinds, self.cost, lambda cost: self._offloaded(cost, weights_s))
 
     def _offloaded(self, cost: BlockCost, weights_s: Number) -> BlockCost:
         """Return a bound with host memory. What a longer backward pass hides besides, it takes itself."""

@@ -273,7 +273,7 @@ LIFTED: Mapping[str, tuple[Callable[[], nn.Module], tuple[str, ...]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", rest_is_slow(LIFTED, 3))
+@pytest.mark.parametrize("name", rest_is_slow(LIFTED, 3, 5))
 def test_a_form_has_the_numbers_and_the_flops_of_its_code(name: str):
     make, notes = LIFTED[name]
     model, module = lifted(on_meta(make)), make().eval()
