@@ -205,7 +205,8 @@ def tied_misfits(graph: OpGraph, programs: Mapping[str, Program], sizes: Mapping
 def _prediction_misfits(plan: Plan, prediction: Prediction) -> Iterator[Rejection]:
     capacity, ranks = prediction.capacity_bytes, plan.schedule.num_ranks
     usable = format_bytes(plan.cluster.rank_memory_bytes)
-    left_free = f" ({usable} less {plan.headroom:.3g} of headroom)" if plan.headroom else ""
+    has_less = capacity < plan.cluster.rank_memory_bytes
+    left_free = f" ({usable} less {plan.headroom:.3g} of headroom)" if has_less else ""
     if prediction.of != plan_hash(plan):
         message = (
             "prediction: was made for other choices than those that now stand in the plan. Predict again "
@@ -215,14 +216,16 @@ def _prediction_misfits(plan: Plan, prediction: Prediction) -> Iterator[Rejectio
     if len(prediction.stage_memory) != ranks:
         lists = f"lists {len(prediction.stage_memory)} pipeline ranks, but there are {ranks}"
         yield _reject("prediction-ranks", f"prediction.stage_memory: {lists}. Predict again", _PREDICTED)
-    for rank, memory in enumerate(prediction.stage_memory):
-        if memory.total > capacity:
-            message = (
-                f"prediction.stage_memory[{rank}]: pipeline rank {rank} is predicted to need "
-                f"{format_bytes(memory.total)} of {format_bytes(capacity)}{left_free}, "
-                f"{format_bytes(memory.total - capacity)} too much. Use more recompute, a smaller mbs, or more tp or pp"
-            )
-            yield _reject("memory", message, _PREDICTED)
+    needs = {rank: memory.total for rank, memory in enumerate(prediction.stage_memory) if memory.total > capacity}
+    if needs:
+        rank = max(needs, key=needs.__getitem__)
+        alike = f" ({len(needs)} of {ranks} pipeline ranks need too much)" if len(needs) > 1 else ""
+        message = (
+            f"prediction.stage_memory[{rank}]: pipeline rank {rank} is predicted to need {format_bytes(needs[rank])} "
+            f"of {format_bytes(capacity)}{left_free}, {format_bytes(needs[rank] - capacity)} too much{alike}. "
+            "Use more recompute, a smaller mbs, or more tp or pp"
+        )
+        yield _reject("memory", message, _PREDICTED)
     host_bytes = max((memory.host_bytes for memory in prediction.stage_memory), default=0)
     if host_bytes > plan.cluster.rank_host_bytes:
         ranks_per_node = plan.cluster.ranks_per_node

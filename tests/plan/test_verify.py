@@ -175,10 +175,15 @@ def test_a_stale_prediction_and_too_little_memory_are_reasons_of_their_own():
     assert verify(dataclasses.replace(good(), prediction=None)) == ()
     full = StageMemory(num_weights=1, parts={"weights": 15 * 2**30, "activations": 2**30 + 2**29})
     half = StageMemory(num_weights=1, parts={"weights": 8 * 2**30})
-    (rejection,) = verify(with_prediction(plan_of(ask(), "tp=32,pp=8"), stage_memory=(full, *[half] * 7)))
+    bare, fuller = plan_of(ask(), "tp=32,pp=8"), StageMemory(num_weights=1, parts={"weights": 17 * 2**30})
+    (rejection,) = verify(with_prediction(bare, stage_memory=(full, *[half] * 7)))
     assert rejection.rule_id == "memory"
-    assert "rank 0 is predicted to need 16.50 GiB of 16.00 GiB (16.00 GiB less 0.1 of headroom)" in rejection.message
-    assert "512.00 MiB too much" in rejection.message
+    assert "rank 0 is predicted to need 16.50 GiB of 16.00 GiB, 512.00 MiB too much. Use" in rejection.message
+    capacity_bytes = round(0.9 * 16 * 2**30)
+    several = with_prediction(bare, stage_memory=(full, fuller, *[half] * 6), capacity_bytes=capacity_bytes)
+    (rejection,) = verify(several)
+    assert "rank 1 is predicted to need 17.00 GiB of 14.40 GiB (16.00 GiB less 0.1 of headroom)" in rejection.message
+    assert "too much (2 of 8 pipeline ranks need too much)" in rejection.message
     none = with_prediction(plan_of(ask(), "tp=32,pp=8"), stage_memory=())
     assert [rejection.rule_id for rejection in verify(none)] == ["prediction-ranks"]
 

@@ -101,3 +101,14 @@ def test_rough_seconds_know_what_makes_a_layout_slow_or_too_large():
     assert rough_s[1, 2, 1] < rough_s[1, 2, 2], "attention in parts takes longer"
     row = next(row for row in range(space.num_layouts) if space.candidate(row, 0).dp == 8)
     assert sharded[row] < rough_s[1, 1, 1], "weights, gradients and states of 8 G parameters do not fit on each rank"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "nodes", "best_s", "times"), [("deepseek-v3", 32, 62.96, 1.2), ("gpt-oss-120b", 8, 9.75, 1.5)]
+)
+def test_the_plain_plan_of_a_large_mixture_is_near_the_best_that_a_search_finds(
+    model: str, nodes: int, best_s: float, times: float
+):
+    plan = plain_plan(ask(model, "h100-80", nodes))
+    assert plan and time_s(plan) < times * best_s, "experts' states are shared out over fewer ranks where ep cuts them"

@@ -15,12 +15,13 @@ from autoshard.spec.cluster import Cluster
 from autoshard.spec.model import ModelSpec
 from autoshard.spec.workload import DTYPE_BYTES
 
-_WAYS, _LAUNCHES = 3, 20  # passes through a layer, and kernels of each
+_WAYS, _LAUNCHES, _RING = 3, 20, 6  # passes through a layer, kernels of each, and of each further part of attention
 _IN_PARTS = 1.15  # how often as long a layer takes whose attention runs in parts, over cp
 _FLOPS = 8  # of a weight and a token, with full recompute
 _USABLE = 0.8  # of a rank's memory
 _TOO_LARGE = 8  # power of how many times too much memory a layout takes, by which its seconds grow
-_OF_LOGITS = 4  # times the logits of a micro-batch that the head holds
+_GATHERED = 4  # times the weights of a layer that ZeRO-3 holds whole, gradients among them
+_OF_LOGITS = 2  # times the logits of a micro-batch that the head holds, while no layer works
 _WORKING = 16  # numbers of the hidden size that a layer keeps for a token while its backward runs
 
 
@@ -31,17 +32,21 @@ def rough_seconds(question: Question, rows: Mapping[str, Ints], zero: int = 1) -
     counts = np.maximum(1.0, question.workload.global_batch / (dp * mbs))
     layers = np.ceil(model.num_layers / pp)
     passes_s = (counts + pp - 1) * layers * _layer_s(question, rows)
-    weights = _weights(model, rows)
-    sent_bytes = (3 if zero == 3 else 2) * DTYPE_BYTES[question.workload.precision.weights] * weights
+    weights = _weights(model, rows, rows["ep"])
+    times = 2 * counts + 1 if zero == 3 else 2  # ZeRO-3 gathers them for each pass of each micro-batch
+    sent_bytes = times * DTYPE_BYTES[question.workload.precision.weights] * weights
     summed_s = (dp * cp > 1) * sent_bytes / _bandwidth(cluster, tp * cp * dp)
     number_bytes = DTYPE_BYTES[question.workload.precision.activations]
     tokens = mbs * question.workload.seq_len / (cp * tp)
-    kept_layers = np.minimum(pp, counts) * layers + _WORKING * (1 + model.experts_per_token)
-    saved = number_bytes * tokens * model.hidden * kept_layers
-    logits = _OF_LOGITS * number_bytes * tokens * model.vocab
-    states = weights * _state_bytes(question, dp * cp if zero else np.ones_like(dp), zero)
-    full = (states + saved + logits) / (_USABLE * cluster.rank_memory_bytes)
-    return (passes_s + summed_s) * np.maximum(1.0, full) ** _TOO_LARGE
+    saved = np.minimum(pp, counts) * layers * model.hidden
+    working = np.maximum(_WORKING * (1 + model.experts_per_token) * model.hidden, _OF_LOGITS * model.vocab)
+    itself, divided = _state_bytes(question, zero)
+    states = weights * itself + _weights(model, rows, 1 if zero else rows["ep"]) * divided / (dp * cp if zero else 1)
+    gathered = (zero == 3) * _GATHERED * DTYPE_BYTES[question.workload.precision.weights] * weights / layers
+    activations = number_bytes * tokens * (saved + working)
+    full = (states + gathered + activations) / (_USABLE * cluster.rank_memory_bytes)
+    both_s = np.hypot(passes_s, summed_s) if zero == 3 else passes_s + summed_s  # gathers run beside products
+    return both_s * np.maximum(1.0, full) ** _TOO_LARGE
 
 
 def _layer_s(question: Question, rows: Mapping[str, Ints]) -> Floats:
@@ -53,23 +58,27 @@ def _layer_s(question: Question, rows: Mapping[str, Ints]) -> Floats:
     hidden_bytes = DTYPE_BYTES[question.workload.precision.activations] * model.hidden * tokens
     tp_s = 8 * (tp - 1) * hidden_bytes / _bandwidth(cluster, tp)
     cp_s = 4 * (cp - 1) * hidden_bytes * model.num_kv_heads / model.num_heads / _bandwidth(cluster, tp * cp)
-    ep_s = 6 * (1 - 1 / ep) * hidden_bytes * model.experts_per_token / _bandwidth(cluster, tp * cp * ep)
-    started_s = _WAYS * (rates.layer_s + _LAUNCHES * rates.launch_s + rates.experts_s * (model.num_experts > 0))
-    return np.maximum(compute_s + tp_s + cp_s + ep_s, started_s) * np.where(cp > 1, _IN_PARTS, 1.0)
+    sent = 6 * (1 - 1 / ep) * tp * hidden_bytes * model.experts_per_token  # experts cut over tp read whole tokens
+    ep_s = sent / _bandwidth(cluster, tp * cp * ep)
+    launched_s = (_LAUNCHES + _RING * (cp - 1)) * rates.launch_s
+    started_s = _WAYS * (rates.layer_s + launched_s + rates.experts_s * (model.num_experts > 0))
+    return np.hypot(compute_s + tp_s + cp_s + ep_s, started_s) * np.where(cp > 1, _IN_PARTS, 1.0)
 
 
-def _weights(model: ModelSpec, rows: Mapping[str, Ints]) -> Floats:
-    """Return how many weights a rank has."""
+def _weights(model: ModelSpec, rows: Mapping[str, Ints], ep: Ints | int) -> Floats:
+    """Return how many weights a rank has, where so many ranks share the experts."""
     of_experts = model.expert_parameters
-    return (model.num_parameters - of_experts + of_experts / rows["ep"]) / (rows["tp"] * rows["pp"])
+    return (model.num_parameters - of_experts + of_experts / ep) / (rows["tp"] * rows["pp"])
 
 
-def _state_bytes(question: Question, num_shards: Floats, zero: int) -> Floats:
-    """Return the bytes of a weight on a rank: itself and its gradient, and its share of master and moments."""
+def _state_bytes(question: Question, zero: int) -> tuple[float, float]:
+    """Return the bytes of a weight that every rank holds, and those that ranks with the same weights divide.
+
+    Fewer ranks have the same experts where ep cuts these: ep ranks then hold as much as a rank with all of them would.
+    """
     parts = question.workload.precision.state_bytes(UPDATES[question.workload.optimizer].num_moments)
-    itself = parts["weights"] + parts["gradients"]
-    divided = sum(parts.values()) - (0 if zero == 3 else itself)
-    return sum(parts.values()) - divided + divided / num_shards
+    itself = 0 if zero == 3 else parts["weights"] + parts["gradients"]
+    return itself, sum(parts.values()) - itself
 
 
 def _bandwidth(cluster: Cluster, spans: Floats) -> Floats:
