@@ -62,8 +62,8 @@ def _model_facts(plan: Plan) -> dict[str, Any]:
     }  # fmt: skip
     facts |= {"rope_theta": model.rotary_theta} if model.positions == "rotary" else {}
     experts = {"num_local_experts": model.num_experts, "num_experts_per_tok": model.experts_per_token}
-    experts |= {name: value for name, value in options_on(model).items() if name in ("router", "shared_ffn")}
-    return {f"model.{key}": value for key, value in {**facts, **(experts if model.num_experts else {})}.items()}
+    stated: dict[str, Any] = {**facts, **(experts if model.num_experts else {}), **options_on(model)}
+    return {f"model.{key}": value for key, value in stated.items()}
 
 
 def keys_of(program: OtherProgram, facts: Facts) -> dict[str, Any]:

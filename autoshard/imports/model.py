@@ -21,6 +21,9 @@ _FIELDS: Mapping[str, str] = {  # facts -> fields of ModelSpec by which cards ar
     "num_local_experts": "num_experts", "gated": "gated_mlp", "norm": "norm", "positions": "positions",
     "tie_word_embeddings": "tied_embeddings", "shared_ffn": "shared_ffn", "router": "router",
 }  # fmt: skip
+_OPTIONS = (  # facts that are options of a ModelSpec
+    "router", "shared_ffn", "latent", "sinks", "router_bias", "glu_limit", "glu_slope", "kinds", "order",
+)  # fmt: skip
 _ENOUGH = ("num_hidden_layers", "hidden_size")
 _NOT_SHAPE = ("name", "source", "max_positions", "norm_eps", "rotary_theta", "rotary_scaling", "window")
 _SUFFIX = re.compile(
@@ -74,7 +77,7 @@ def model_of(run: ImportedRun, typed: str | None) -> tuple[ModelSpec, str]:
         raise InputError.of("--model", f"missing: {said}. Type a card (autoshard list models) or a config.json")
     cards = [load_model(name) for name in model_names()]
     # Sizes alone mean a model without further options, which other keys would have to state.
-    said = {name: facts[name] for name in ("router", "shared_ffn") if facts.get(name)}
+    said = {name: facts[name] for name in _OPTIONS if facts.get(name)}
     fits = [card for card in cards if options_on(card) == said and not _contradictions(facts, card)]
     if fits:
         card = _chosen(fits, facts, run.hints)
@@ -158,8 +161,7 @@ def _written_out(facts: Mapping[str, Any], run: ImportedRun) -> tuple[ModelSpec,
     config.setdefault("max_position_embeddings", run.facts.get("work.seq_len", 4096))
     config |= _kind(facts)
     spec = spec_from_config(config, name=run.name or _label(run), source=f"the user's {run.file.rpartition('/')[2]}")
-    if spec.num_experts:
-        spec = replace(spec, router=facts.get("router"), shared_ffn=facts.get("shared_ffn", 0))
+    spec = replace(spec, **{name: facts[name] for name in _OPTIONS if facts.get(name)})
     return spec, "; ".join(["the sizes in the file, of which no card is", *said])
 
 

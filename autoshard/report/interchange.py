@@ -97,7 +97,7 @@ def _best_words(answer: ImportAnswer, figures: Node) -> Iterator[Cell]:
     best, program = answer.best, answer.question.run.program.title
     if best is None:
         if answer.why_no_best:
-            yield f"nothing fits on these nodes: {answer.why_no_best}"
+            yield f"none: {answer.why_no_best}"
         return
     step = figures["best"]["prediction"]["step_time_s"].figure()
     if answer.plan is not None and best.candidate == answer.plan.candidate:

@@ -104,7 +104,7 @@ def test_the_recipes_of_aws_give_the_recorded_layouts(tmp_path: Path, recipe: Aw
         ("flag.yaml", "zero1: perhaps\n", "expected true or false, found 'perhaps'"),
         ("layout.sh", "x --num-layers 4 --pipeline-model-parallel-layout 'EtxL'\n", "is not a layout such as"),
         ("model.json", '{"train_batch_size": 8}', "--model: missing: the file names none"),
-        ("latent.sh", "x --num-layers 4 --multi-latent-attention\n", "does not model multi_latent_attention"),
+        ("hybrid.sh", "x --num-layers 4 --hybrid-layer-pattern M*4\n", "does not model hybrid_layer_pattern"),
         ("sizes.yaml", "zero1: true\nnum_layers: 32\nhidden_size: 4096\n", "--model: missing: the sizes in the file"),
     ],
 )  # fmt: skip

@@ -1,6 +1,7 @@
 """``autoshard import``: what other programs' configurations will take, what cannot run of them, and what is better."""
 
 import shlex
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -65,6 +66,7 @@ def import_(
     target = Target(out=out or Path("plan.json"), force=force, json=json)
 
     def best(request: Request, count: int = 1) -> SearchResult:
+        request = replace(request, effort=replace(request.effort, at_once=time_limit is not None))
         with watching(time_limit, format_seconds) as watch:
             return search(request, count, watch, simple_within=DOUBT)
 

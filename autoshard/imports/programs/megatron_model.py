@@ -4,8 +4,10 @@ import re
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from autoshard.imports.programs.megatron_layers import LAYERS, said_options
 from autoshard.imports.table import Facts, KeyEntry, Keys, alias, number, read_only, same, truth, whole_number, words
 from autoshard.spec.model import ModelSpec, Router
+from autoshard.spec.record import options_on
 from autoshard.spec.workload import BalancedOver
 
 
@@ -14,9 +16,9 @@ def model(keys: Keys) -> Facts:
 
     They mean something only where the sizes of a model are written out.
     """
-    if not {"swiglu", "normalization", "num_layers", "position_embedding_type"} & keys.keys():
+    if not {"swiglu", "quick_geglu", "normalization", "num_layers", "position_embedding_type"} & keys.keys():
         return {}
-    gated = truth(keys.get("swiglu"))
+    gated = truth(keys.get("swiglu")) or truth(keys.get("quick_geglu"))
     positions = str(keys.get("position_embedding_type", "learned_absolute"))
     rotary = positions in ("rope", "yarn", "mrope") or truth(keys.get("use_rotary_position_embeddings"))
     bias = not truth(keys.get("disable_bias_linear")) and not (
@@ -31,6 +33,8 @@ def model(keys: Keys) -> Facts:
         "model.bias": bias,
         "model.tie_word_embeddings": not truth(keys.get("untie_embeddings_and_output_weights")),
     }
+    if bias and keys.get("num_experts"):
+        facts["model.router_bias"] = True  # megatron/core/transformer/moe/router.py
     if truth(keys.get("add_qkv_bias")):
         facts["model.qkv_bias"] = True
     if truth(keys.get("qk_layernorm")):
@@ -43,7 +47,7 @@ def written_model(facts: Facts) -> Keys:
     keys: dict[str, Any] = {}
     keys |= {"normalization": "RMSNorm"} if facts.get("model.norm") == "rms" else {}
     keys |= {"position_embedding_type": "rope"} if facts.get("model.positions") == "rotary" else {}
-    keys |= {"swiglu": True} if facts.get("model.gated") else {}
+    keys |= {"swiglu": True} if facts.get("model.gated") and not facts.get("model.glu_limit") else {}
     keys |= {} if facts.get("model.bias") else {"disable_bias_linear": True}
     keys |= {} if facts.get("model.tie_word_embeddings") else {"untie_embeddings_and_output_weights": True}
     keys |= {"add_qkv_bias": True} if facts.get("model.qkv_bias") and not facts.get("model.bias") else {}
@@ -53,21 +57,17 @@ def written_model(facts: Facts) -> Keys:
 MODEL = (
     "swiglu", "normalization", "position_embedding_type", "use_rotary_position_embeddings", "disable_bias_linear",
     "add_bias_linear", "untie_embeddings_and_output_weights", "add_qkv_bias", "qk_layernorm", "squared_relu",
-    "num_layers",
+    "num_layers", "quick_geglu", "num_experts",
 )  # fmt: skip
 
 
-# What makes of a decoder another one than autoshard models: latent attention, a gate of shared experts, other layers.
-_OTHER_MODELS = (
-    "multi_latent_attention", "moe_shared_expert_gate", "hybrid_layer_pattern", "hybrid_override_pattern",
-    "moe_layer_freq", "mtp_num_layers", "spec",
-)  # fmt: skip
-_EVERY_LAYER = "moe_layer_freq", "1"  # has experts, which autoshard models; a log prints this default
+# What makes of a decoder another one than autoshard models: a gate of shared experts, layers of another family.
+_OTHER_MODELS = ("moe_shared_expert_gate", "hybrid_layer_pattern", "hybrid_override_pattern", "spec")
 
 
 def _unmodelled(keys: Keys) -> Facts:
     """Name the keys of another decoder."""
-    return {"model.unmodelled": [key for key, value in keys.items() if value and (key, str(value)) != _EVERY_LAYER]}
+    return {"model.unmodelled": [key for key, value in keys.items() if value]}
 
 
 FOREIGN = read_only(*_OTHER_MODELS, reads=_unmodelled)
@@ -169,15 +169,18 @@ def _router(keys: Keys) -> Facts:
 
 
 def options_of_flags(model: ModelSpec) -> tuple[str, ...]:
-    """Return the options of a model that flags say: its router, if what is written is read as the same; shared experts.
+    """Return the options of a model that flags say: those that are read as they are written, and shared experts.
 
     >>> from autoshard.spec.model_catalogue import load_model
     >>> options_of_flags(load_model("glm4.5"))
-    ('router', 'shared_ffn')
+    ('router', 'shared_ffn', 'kinds', 'order')
     """
     written = {**_written_router({"model.router": model.router}), "moe_router_topk": model.experts_per_token}
     is_said = model.router is not None and _router(written).get("model.router") == model.router
-    return (*(("router",) if is_said else ()), "shared_ffn")
+    sizes = {"num_hidden_layers": model.num_layers, "intermediate_size": model.ffn, "head_dim": model.head_dim}
+    sizes |= {"num_local_experts": model.num_experts, **options_on(model)}
+    layers = said_options({f"model.{key}": value for key, value in sizes.items()})
+    return (*(("router",) if is_said else ()), "shared_ffn", *(("router_bias",) if model.mlp_bias else ()), *layers)
 
 
 def _written_router(facts: Facts) -> Keys:
@@ -204,4 +207,5 @@ EXPERTS = (
     read_only("moe_expert_capacity_factor", reads=_capacity),
     KeyEntry(keys=_ROUTER, reads=_router_losses, writes=_written_router_losses),
     same("moe_z_loss_coeff", "work.router_z_loss", number),
+    *LAYERS,
 )
