@@ -95,9 +95,9 @@ def save_time() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
-    """Mark as slow what is written where no mark can stand."""
+    """Mark as slow what is thorough, and what is written where no mark can stand."""
     for item in items:
-        if item.path in SLOW_PAGES:
+        if item.path in SLOW_PAGES or item.get_closest_marker("thorough"):
             item.add_marker(pytest.mark.slow)
 
 

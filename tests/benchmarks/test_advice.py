@@ -27,7 +27,6 @@ def fitted_rows() -> Rows:
 
 
 @pytest.mark.thorough
-@pytest.mark.slow
 def test_advice_does_not_look_at_rows_that_it_does_not_choose(fitted_rows: Rows) -> None:
     rows = fitted_rows
     chosen = rows.advised()
@@ -53,7 +52,6 @@ def test_the_run_that_is_chosen_next_is_the_one_after_which_variances_are_least(
     assert belief.covariance.trace() - lowered_variance(belief) == pytest.approx(left)
 
 
-@pytest.mark.slow
 @pytest.mark.thorough
 def test_every_choice_has_the_same_sizes_and_needs_some_part(fitted_rows: Rows) -> None:
     rows = fitted_rows

@@ -17,7 +17,6 @@ def b200() -> ProgramRows:
     return replace(program, samples=tuple(sample for sample in program.samples if "llama" in sample.group))
 
 
-@pytest.mark.slow
 @pytest.mark.thorough
 def test_every_term_can_be_taken_away_and_without_it_is_nothing(b200: ProgramRows) -> None:
     whole = b200.rows.prior
@@ -29,7 +28,6 @@ def test_every_term_can_be_taken_away_and_without_it_is_nothing(b200: ProgramRow
         assert all(getattr(changed.rows.prior.centre, one) == (one in RATIOS) for one in changed.without), name
 
 
-@pytest.mark.slow
 @pytest.mark.thorough
 def test_what_is_left_out_has_an_error_and_a_regret_in_every_group(b200: ProgramRows) -> None:
     found = left_out_of(b200)
@@ -44,7 +42,6 @@ def test_means_are_of_programs_and_of_groups() -> None:
     assert cells == "| a term | 20.00% | 30.00% | 10.00% | 15.00% |"
 
 
-@pytest.mark.slow
 @pytest.mark.thorough
 def test_small_programs_are_left_out_and_large_programs_are_thinned(b200: ProgramRows) -> None:
     many = replace(b200, samples=b200.samples * 20)

@@ -42,7 +42,6 @@ def test_a_page_gets_a_line_for_what_is_refused_too():
     assert "- **timm: BEiT**: `has two lists`" in text
 
 
-@pytest.mark.slow
 @pytest.mark.thorough
 @pytest.mark.ranks
 def test_a_vision_transformer_is_killed_in_one_pipeline_and_goes_on_in_another():

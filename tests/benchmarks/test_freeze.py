@@ -9,7 +9,6 @@ from benchmarks.freeze import frozen, timed
 from tests.benchmarks.departing import departing_rows
 
 
-@pytest.mark.slow
 @pytest.mark.thorough
 def test_every_timed_row_is_in_a_split_that_the_fits_leave_out(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("benchmarks.freeze.departing_rows", departing_rows)

@@ -128,7 +128,6 @@ def test_attention_without_a_kernel_says_so_and_the_others_are_measured(monkeypa
     assert found.extras["none_missing"] == "no kernel of this name" and found.extras["fastest"] == "none"
 
 
-@pytest.mark.slow
 @pytest.mark.thorough
 def test_a_subject_that_finds_no_memory_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     device, ours = device_of(DRY), fast.ours

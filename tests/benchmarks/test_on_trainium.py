@@ -46,7 +46,6 @@ def lines(text: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.splitlines()]
 
 
-@pytest.mark.slow
 @pytest.mark.thorough
 def test_a_dry_run_goes_through_all_parts_and_one_that_fails_leaves_the_others(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
@@ -62,14 +61,12 @@ def test_a_dry_run_goes_through_all_parts_and_one_that_fails_leaves_the_others(
     assert found["all_reduce_dp_2_65536"]["unit"] == "s, predicted (dry run)"
 
 
-@pytest.mark.slow
 @pytest.mark.thorough
 def test_every_layout_of_a_dry_run_computes_what_one_process_does(tmp_path: Path) -> None:
     found = list(layouts.run(played(tmp_path)))
     assert len(found) == 20 and all(one.holds and one.value < 1e-5 for one in found if one.name != "layout_bf16")
 
 
-@pytest.mark.slow
 @pytest.mark.thorough
 def test_collectives_run_between_few_ranks_of_the_host(tmp_path: Path) -> None:
     found = list(wires.run(played(tmp_path)))

@@ -69,7 +69,6 @@ def few(tmp_path_factory: pytest.TempPathFactory) -> ProgramRows:
     return rows_like(tmp_path_factory.mktemp("few"), *LAYOUTS[:4])
 
 
-@pytest.mark.slow
 @pytest.mark.thorough
 @settings(max_examples=4, deadline=None)
 @given(st.floats(-0.1, 0.1), st.floats(-0.3, 0.3), st.floats(0, 2))
@@ -96,7 +95,6 @@ def test_a_row_that_is_far_off_moves_the_others_little(rows: ProgramRows):
     assert np.abs(made.residuals(fitted(made), others)).max() < 0.05
 
 
-@pytest.mark.slow
 @pytest.mark.thorough
 def test_a_fit_without_some_rows_does_not_see_them_and_is_that_of_the_others(rows: ProgramRows):
     made = made_by(rows, unknowns(rows, memory_efficiency=0.3, layer_s=1.0))
@@ -190,7 +188,6 @@ def test_the_file_names_every_program_of_the_rows_here(monkeypatch: pytest.Monke
     }
 
 
-@pytest.mark.slow
 @pytest.mark.thorough
 def test_the_shipped_departures_are_those_of_their_rows():
     """Programs of few rows; all of them take ten minutes (``python -m benchmarks departures``)."""

@@ -37,7 +37,6 @@ CARDS = [("tiny-llama", "local"), ("llama2-70b", "h100-80")]  # the second is to
 TOO_LARGE = ["--model", "llama3-8b", "--fix", "tp=8,pp=1,cp=1,mbs=1,sp=true,zero=1,schedule=1f1b,recompute=none"]
 
 
-@pytest.mark.slow
 @pytest.mark.thorough
 def test_answers_are_told_from_complaints_and_every_remedy_is_tried() -> None:
     asked = [("--model", model, "--cluster", cluster, "--nodes", "1") for model, cluster in CARDS]
@@ -115,7 +114,6 @@ def test_sparse_files_are_a_whole_set_that_takes_no_room(tmp_path: Path) -> None
     assert 0 < open_s < start_s
 
 
-@pytest.mark.slow
 @pytest.mark.thorough
 @pytest.mark.ranks
 def test_a_step_waits_for_little(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -174,7 +174,6 @@ def test_rows_of_a_gpu_move_what_is_known_of_the_program_on_it_a_little(tmp_path
     assert constants_of(slower).matrix_efficiency > 0.95 * start.matrix_efficiency, "micro-benchmarks say more of it"
 
 
-@pytest.mark.slow
 @pytest.mark.thorough
 def test_rows_that_the_repository_has_are_not_known_before_them():
     (b200,) = (one for one in departures().programs if one.cluster == "b200")

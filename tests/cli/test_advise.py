@@ -60,7 +60,6 @@ def test_rows_of_what_was_advised_lead_to_the_layout_that_is_faster_in_truth(typ
     assert true_s[after["choice"]] == fastest_s < 0.9 * true_s[first["choice"]]
 
 
-@pytest.mark.slow
 @pytest.mark.thorough
 @pytest.mark.ranks
 def test_the_circle_closes_with_real_runs(typed: Typed) -> None:

@@ -114,7 +114,6 @@ def test_sizes_that_the_question_leaves_open_are_said_where_nodes_or_machines_ar
         assert code == 0 and "assumed length" in " ".join(text.split()), asked
 
 
-@pytest.mark.slow
 @pytest.mark.thorough
 def test_a_budget_pays_for_the_most_nodes(typed: Typed) -> None:
     budget = int(days_of(typed, 8)[1]) + 1

@@ -57,7 +57,6 @@ def test_one_run_that_fails_does_not_end_the_rest_and_is_tried_again_when_told(t
     assert again[0] == first[1] and statuses(again) == ["ran", "failed"]
 
 
-@pytest.mark.slow
 @pytest.mark.thorough
 @pytest.mark.ranks
 def test_a_plan_of_a_cluster_is_rehearsed(typed: Typed) -> None:

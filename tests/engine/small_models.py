@@ -132,6 +132,11 @@ def small_models() -> Mapping[str, ModelSpec]:
     return {name: cards[name] for name in sorted(distinct.values())} | options
 
 
+def distinct_cards() -> list[str]:
+    """Return one card of those that differ in sizes alone."""
+    return [name for name in small_models() if name not in OPTIONS]
+
+
 def roomy(model: ModelSpec) -> float | None:
     """Return the capacity at which every expert has room for every token, so that nothing is dropped."""
     return model.num_experts / model.experts_per_token if model.num_experts else None

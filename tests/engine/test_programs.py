@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
+import autoshard.engine.initial as initial
 from autoshard.engine.initial import DrawnWeight, InitialWeights
 from autoshard.engine.programs import graph_of, programs_of, read_by, written_by
 from autoshard.engine.rows import works_by_rows
@@ -153,9 +154,14 @@ def test_norms_and_biases_begin_without_effect_and_all_else_as_it_is_drawn(name)
     assert len(drawn) - len(set(drawn)) == MODELS[name].tied_embeddings
 
 
-@given(st.lists(st.integers(1, 40), min_size=1, max_size=4), st.data())
+@given(st.lists(st.integers(1, 12), min_size=1, max_size=3), st.data())
 def test_any_part_of_a_drawn_weight_is_that_part_of_the_whole(shape, data):
+    """In small chunks, which parts begin and end inside."""
     weight = DrawnWeight(shape=(61, *shape), seeds=(7, 3), threads=data.draw(st.integers(1, 3)))
     ends = [sorted(data.draw(st.tuples(st.integers(0, size), st.integers(0, size)))) for size in weight.shape]
     box = tuple(slice(*bounds) for bounds in ends[: data.draw(st.integers(0, len(ends)))])
-    np.testing.assert_array_equal(weight[box], np.asarray(replace(weight, threads=1))[box])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(initial, "_CHUNK", 128)
+        initial._drawn.cache_clear()
+        np.testing.assert_array_equal(weight[box], np.asarray(replace(weight, threads=1))[box])
+    initial._drawn.cache_clear()

@@ -10,9 +10,10 @@ from autoshard.graph.decoder import decoder_graph
 from autoshard.graph.written import WrittenOp, block_lines
 from autoshard.spec.kernels import load_kernels
 from autoshard.spec.model import ModelSpec
-from autoshard.spec.model_catalogue import load_model, model_names
+from autoshard.spec.model_catalogue import load_model
 from autoshard.spec.model_parts import TracedDecoder
 from autoshard.spec.workload import Documents, Precision, Workload
+from tests.engine.small_models import distinct_cards
 from tests.slower import each_third_is_fast
 
 
@@ -41,7 +42,7 @@ def as_lines(model: ModelSpec) -> ModelSpec:
 
 @pytest.mark.parametrize(
     "name",
-    each_third_is_fast(name for name in model_names() if not load_model(name).order),  # layers are alike
+    each_third_is_fast(name for name in distinct_cards() if not load_model(name).order),  # layers are alike
 )
 @pytest.mark.parametrize(("table", "documents"), [("te", "joined"), ("nxd", "joined"), ("torch_engine", "separate")])
 def test_the_lines_of_a_card_give_its_graph_again(name: str, table: str, documents: Documents):

@@ -53,7 +53,6 @@ def train(plan: Plan, text: np.ndarray) -> list[tuple[float, RouterReport]]:
 
 
 @pytest.mark.thorough
-@pytest.mark.slow
 def test_experts_of_a_mixture_from_nothing_are_equally_busy_with_the_balance_loss_only() -> None:
     """Of Qwen3-MoE, smaller than its tiny card; both runs differ in nothing else, and both learn."""
     model = replace(load_model("tiny-qwen3-moe"), num_layers=2, hidden=64, vocab=128)
@@ -78,7 +77,6 @@ BALANCED: tuple[dict[str, Any], ...] = (
 
 
 @pytest.mark.thorough
-@pytest.mark.slow
 def test_experts_of_deepseek_from_nothing_are_equally_busy_where_a_bias_or_a_loss_balances_them_only() -> None:
     """Smaller than its tiny card: scores by a sigmoid, groups, a shared expert, an MLP in the first layer."""
     sizes = {"hidden": 64, "vocab": 128, "num_heads": 4, "num_kv_heads": 4, "ffn": 32, "shared_ffn": 32}

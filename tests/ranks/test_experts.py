@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+import autoshard.engine.torch.kernels.sinks as sinks
 from autoshard.engine.programs import programs_of
 from autoshard.engine.routing import Routing, moves_rows
 from autoshard.engine.torch.generated import GeneratedRun
@@ -22,6 +23,7 @@ from tests.ranks.cases import (
     Task,
     compare,
     engine_of,
+    gpt_oss,
     llama,
     plan_of,
     run_steps,
@@ -136,3 +138,27 @@ def test_bytes_sent_and_kept_are_those_of_the_rows_that_were_routed(mode, route)
         saved = sum(found.memory_bytes["saved"] for _, found, *_ in answers)
         parts = plan.prediction.stage_memory[0].parts
         assert saved == 2 * (parts["activations"] + parts["logits"])
+
+
+@pytest.mark.slow
+def test_experts_that_nobody_chose_have_biases_that_stay() -> None:
+    """In functions as in the interpreter; the rows of a rank are as many as were routed to it, which may be none."""
+    task = to_one_rank(Task.of(plan_of("tp=1,pp=1,dp=2,ep=2", gpt_oss())))
+    expected = task.reference()
+    assert not expected.gradients["layer.0.gate_shift.bias"][2:].any()
+    compare(expected, [share for (share,) in on_ranks(2, in_both_modes, task)])
+
+
+FORGOTTEN = {
+    "the share that sinks take from keys": (sinks, "join_sinks", lambda part, sink: tuple(part)),
+    "the gradient of sinks": (sinks, "gradient_of_sinks", lambda upstream, result, lse, sink: sink * 0),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", FORGOTTEN)
+def test_sinks_that_a_ring_forgets_are_caught(fault: str) -> None:
+    task = Task.of(plan_of("tp=1,pp=1,cp=2,dp=1", gpt_oss()))
+    answers = on_ranks(2, run_steps, task, replaced=[FORGOTTEN[fault]])
+    with pytest.raises(AssertionError):
+        compare(task.reference(), [share for (share,) in answers])

@@ -56,7 +56,6 @@ def task_of(row: Row, num_steps: int = 1, **changes: str) -> Task:
 # -- the rows themselves -------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 @pytest.mark.thorough
 def test_every_possible_pair_is_in_some_row():
     assert matrix.possible_pairs() <= set(chain.from_iterable(map(matrix.pairs_of, ROWS)))

@@ -25,7 +25,6 @@ from autoshard.plan.plan import Buckets
 from autoshard.run.protocol import EngineMode, Run
 from autoshard.run.reports import Measured
 from autoshard.runtime.machine import missing_compiler
-from autoshard.spec.model import ModelSpec
 from autoshard.spec.training import Training
 from autoshard.spec.workload import Precision
 from tests.kit import NOTHING
@@ -133,27 +132,10 @@ def test_compiled_functions_give_what_the_interpreter_gives(text, model, formats
 
 
 @pytest.mark.thorough
-@pytest.mark.slow
 @pytest.mark.skipif(bool(missing_compiler("cpu")), reason="no compiler here")
 @pytest.mark.parametrize("row", ROWS, ids=[f"{n:02}: {matrix.candidate_of(row)}" for n, row in enumerate(ROWS)])
 def test_every_pair_of_features_compiled_gives_what_the_interpreter_gives(row):
     compiled_like_the_interpreter(Task.of(matrix.plan_for(row, precision="fp32")), AS_PLANNED)
-
-
-@pytest.mark.parametrize(
-    ("text", "model"),
-    rest_is_slow(
-        [
-            ("tp=1,pp=2,dp=1,schedule=zb_h1", llama()),
-            ("tp=2,pp=1,dp=1,recompute=selective[attend]", gpt()),
-            ("tp=1,pp=1,cp=2,dp=1,zero=3", llama(**MIXTRAL)),
-            ("tp=2,pp=1,dp=1,recompute=full", llama()),
-        ]
-    ),
-)
-def test_products_of_one_tensor_with_several_weights_give_at_once_what_each_gives(text: str, model: ModelSpec):
-    """As compiled functions join them; here nothing compiles them."""
-    joined_like_the_interpreter(Task.of(plan_of(text, model)))
 
 
 def test_a_function_multiplies_once_where_weights_meet_one_tensor(monkeypatch: pytest.MonkeyPatch):
@@ -168,15 +150,6 @@ def test_a_function_multiplies_once_where_weights_meet_one_tensor(monkeypatch: p
     assert isinstance(run, GeneratedRun)
     for about in ("q, k, v: one einsum", "up, gate: one einsum", "q.weight.sum, k.weight.sum, v.weight.sum: one"):
         assert f"# {about}" in run.text
-
-
-def joined_like_the_interpreter(task: Task) -> None:
-    """In double nearly exactly; bytes held and sent are the same."""
-    uncompiled = ("autoshard.engine.torch.compiled", "compiler_of", lambda _: lambda piece, _: piece)
-    answers = on_ranks(task.plan.mesh.num_ranks, both, task, EXACT, "compiled", replaced=[uncompiled])
-    for (one, held), (other, held_too) in answers:
-        assert held == held_too
-        nearly(one, other, 1e-13)
 
 
 def compiled_like_the_interpreter(task: Task, formats: Formats) -> None:

@@ -36,11 +36,12 @@ from tests.ranks.cases import (
     share_of,
 )
 from tests.ranks.spawn import on_ranks
-from tests.slower import rest_is_slow
+from tests.slower import covering, rest_is_slow
 
 pytestmark = pytest.mark.ranks
 
 DEEP = {"num_layers": 4}
+MODES: tuple[EngineMode, ...] = ("literal", "generated")
 CASES: Mapping[str, tuple[str, ModelSpec]] = {
     "one rank": ("tp=1,pp=1,dp=1,recompute=none", llama(num_layers=3)),
     "1f1b, all of a layer": ("tp=1,pp=2,dp=1,recompute=full", gpt(**DEEP)),
@@ -84,8 +85,7 @@ def hold_alike(pair: tuple[Task, Task], formats: Formats, mode: EngineMode) -> N
         assert held_too.memory_bytes["host"] > 0 and held_too.memory_bytes["saved"] < held.memory_bytes["saved"]
 
 
-@pytest.mark.parametrize("case", rest_is_slow(CASES, 2, 4))
-@pytest.mark.parametrize("mode", ["literal", "generated"])
+@pytest.mark.parametrize(("case", "mode"), covering(CASES, MODES, fast=2))
 def test_a_step_with_host_memory_is_the_same_to_the_last_bit(case: str, mode: EngineMode) -> None:
     hold_alike(tasks(*CASES[case]), AS_PLANNED if mode == "generated" else EXACT, mode)
 

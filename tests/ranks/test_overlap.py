@@ -1,43 +1,18 @@
 """What is sent while a rank computes: buckets of gradients, the next block's weights, the next action's message."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
 from autoshard.engine.torch.block import LiteralRun
-from autoshard.plan.plan import Buckets, Plan
-from tests.ranks.cases import Task, gpt, hold, llama, patched, plan_of, run_steps
+from tests.ranks.cases import Task, llama, patched, plan_of, run_steps
 from tests.ranks.spawn import on_ranks
-from tests.slower import rest_is_slow
+from tests.ranks.test_step import planned
+
+pytestmark = pytest.mark.ranks
 
 RECORDED = ("all_reduce", "reduce_scatter_single", "all_gather_single", "irecv")
-
-
-def in_small_buckets(plan: Plan) -> Plan:
-    """A few weights in each."""
-    return replace(plan, buckets=Buckets(reduce_scatter_bytes=2048, all_gather_bytes=2048))
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize(
-    ("text", "model"),
-    rest_is_slow(
-        [
-            ("tp=2,pp=1,dp=2", llama(num_layers=4)),
-            ("tp=1,pp=2,dp=2,zero=3", gpt(num_layers=4)),
-            ("tp=1,pp=2,dp=2", gpt(num_layers=4)),
-            ("tp=1,pp=1,dp=2,zero=0", gpt(num_layers=4)),
-            ("tp=1,pp=2,dp=2,vp=2,schedule=zb_v", llama(num_layers=4)),
-            ("tp=2,pp=1,cp=2,dp=1", llama(num_layers=4)),
-        ],
-        fast=0,
-    ),
-)
-def test_gradients_that_are_reduced_in_buckets_are_those_of_one_process_in_two_steps(text, model):
-    task = Task.of(in_small_buckets(plan_of(text, model)), num_steps=2)
-    hold(task)
 
 
 def events(task: Task) -> list[str]:
@@ -72,10 +47,9 @@ def events(task: Task) -> list[str]:
     return found
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize(("zero", "collective"), [(0, "all_reduce"), (1, "reduce_scatter_single")])
 def test_buckets_are_reduced_during_the_last_backward_pass(zero, collective):
-    plan = in_small_buckets(plan_of(f"tp=1,pp=1,dp=2,mbs=1,zero={zero}", llama(num_layers=4)))
+    plan = planned(f"tp=1,pp=1,dp=2,mbs=1,zero={zero}", llama(num_layers=4), buckets=True)
     for found in on_ranks(2, events, Task.of(plan)):
         backwards = [number for number, event in enumerate(found) if event == "backward begins"]
         begun = [number for number, event in enumerate(found) if event == collective]
@@ -85,7 +59,6 @@ def test_buckets_are_reduced_during_the_last_backward_pass(zero, collective):
         assert sum(number < backwards[-1] for number in begun) > len(begun) // 2, "most begin before the last block"
 
 
-@pytest.mark.ranks
 def test_weights_arrive_and_gradients_leave_while_another_block_runs():
     plan = plan_of("tp=1,pp=1,dp=2,mbs=2,zero=3", llama(num_layers=2))
     for found in on_ranks(2, events, Task.of(plan)):
@@ -99,7 +72,6 @@ def test_weights_arrive_and_gradients_leave_while_another_block_runs():
         assert leaving and leaving[0] < starts[-1], "sums leave before the last block"
 
 
-@pytest.mark.ranks
 def test_the_next_message_is_received_while_an_action_runs():
     plan = plan_of("tp=1,pp=2,dp=1,mbs=1", llama(num_layers=2))
     second = on_ranks(2, events, Task.of(plan))[1]

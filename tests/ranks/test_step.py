@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +13,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from autoshard.engine.torch.fake import count_rank
 from autoshard.engine.torch.world import World
+from autoshard.plan.plan import Buckets, Plan
 from autoshard.schedule.builders import Action
+from autoshard.spec.model import ModelSpec
 from autoshard.spec.training import AdamWConstants, Training
 from tests.ranks.cases import (
     AS_PLANNED,
@@ -24,6 +26,7 @@ from tests.ranks.cases import (
     deepseek,
     engine_of,
     gemma,
+    glm,
     gpt,
     gpt_oss,
     hold,
@@ -35,40 +38,106 @@ from tests.ranks.cases import (
     share_of,
 )
 from tests.ranks.spawn import on_ranks
+from tests.ranks.test_experts import OWN_TOKENS
 from tests.slower import rest_is_slow
 
 pytestmark = pytest.mark.ranks
 
-CASES = {
-    "experts placed backwards": ("tp=2,pp=1,dp=2,ep=2,place=3-0", llama(vocab=32, **MIXTRAL)),
-    "keys on half of the ranks": ("tp=4,pp=1,dp=1", llama(num_kv_heads=2, vocab=32)),
-    "one rank": ("tp=1,pp=1,dp=1", llama()),
-    "ring attention within a window": ("tp=1,pp=1,cp=2,dp=1", llama(window=3)),
-    "two branches of one residual": ("tp=2,pp=1,dp=1,sp=false", gpt(parallel_residual=True)),
-    "ring attention over four ranks": ("tp=1,pp=1,cp=4,dp=1,cp_order=zigzag", llama(vocab=32)),
-    "norms behind, of all heads on several ranks": ("tp=2,pp=2,dp=1,recompute=full", olmo2()),
-    "norms of all heads around a ring": ("tp=2,pp=1,cp=2,dp=1,zero=3", olmo2()),
-    "keys of norms of all heads on half of the ranks": ("tp=4,pp=1,dp=1", olmo2(num_kv_heads=2, vocab=32)),
-    "two kinds of layers on two stages": ("tp=2,pp=2,dp=1,sp=true,stages=1/2", gemma()),
-    "two kinds of layers around a ring": ("tp=1,pp=1,cp=2,dp=2,zero=3,cp_order=zigzag", gemma(vocab=32)),
-    "narrow states on two stages": ("tp=2,pp=2,dp=1,sp=true,recompute=full", deepseek(qkv_bias=True)),
-    "narrow states around a ring": ("tp=2,pp=1,cp=2,dp=1,zero=3", deepseek(window=3)),
+# What cases have beside a layout and a model: pins, small buckets, the number of steps, whether products are joined as
+# well, sizes of the workload.
+TWICE: Mapping[str, Any] = {"global_batch": 8, "num_steps": 2}
+BALANCED: Mapping[str, Any] = {**TWICE, "router_balance_loss": 2.0}
+BUCKETS: Mapping[str, Any] = {"num_steps": 2, "buckets": True}
+BARE: Mapping[str, Any] = {**TWICE, "joins": True}
+CASES: Mapping[str, tuple[str, ModelSpec, Mapping[str, Any]]] = {
+    "experts placed backwards": ("tp=2,pp=1,dp=2,ep=2,place=3-0", llama(vocab=32, **MIXTRAL), {}),
+    "keys on half of the ranks": ("tp=4,pp=1,dp=1", llama(num_kv_heads=2, vocab=32), {}),
+    "one rank": ("tp=1,pp=1,dp=1", llama(), {}),
+    "ring attention within a window": ("tp=1,pp=1,cp=2,dp=1", llama(window=3), {}),
+    "two branches of one residual": ("tp=2,pp=1,dp=1,sp=false", gpt(parallel_residual=True), {}),
+    "ring attention over four ranks": ("tp=1,pp=1,cp=4,dp=1,cp_order=zigzag", llama(vocab=32), {}),
+    "norms behind, of all heads on several ranks": ("tp=2,pp=2,dp=1,recompute=full", olmo2(), {}),
+    "norms of all heads around a ring": ("tp=2,pp=1,cp=2,dp=1,zero=3", olmo2(), {}),
+    "keys of norms of all heads on half of the ranks": ("tp=4,pp=1,dp=1", olmo2(num_kv_heads=2, vocab=32), {}),
+    "two kinds of layers on two stages": ("tp=2,pp=2,dp=1,sp=true,stages=1/2", gemma(), {}),
+    "two kinds of layers around a ring": ("tp=1,pp=1,cp=2,dp=2,zero=3,cp_order=zigzag", gemma(vocab=32), {}),
+    "narrow states on two stages": ("tp=2,pp=2,dp=1,sp=true,recompute=full", deepseek(qkv_bias=True), {}),
+    "narrow states around a ring": ("tp=2,pp=1,cp=2,dp=1,zero=3", deepseek(window=3), {}),
     "values wider than keys around a ring": (
-        "tp=1,pp=1,cp=2,dp=2,zero=1,cp_order=zigzag",
-        deepseek(query_rank=None, value_dim=7, vocab=32),
+        "tp=1,pp=1,cp=2,dp=2,zero=1,cp_order=zigzag", deepseek(query_rank=None, value_dim=7, vocab=32), {},
     ),
     "what no search recomputes": (
         "tp=2,pp=1,dp=2,ep=2,recompute=selective[up_projections,experts,shared_experts]",
-        deepseek(vocab=32, shared_ffn=8, **MIXTRAL),
+        deepseek(vocab=32, shared_ffn=8, **MIXTRAL), {},
     ),
-    "narrow states of whole sequences": ("tp=4,pp=1,dp=1,sp=false", deepseek(vocab=32)),
-    "four stages": ("tp=1,pp=4,dp=1,schedule=zb_h1", gpt(num_layers=4)),
-}
+    "narrow states of whole sequences": ("tp=4,pp=1,dp=1,sp=false", deepseek(vocab=32), {}),
+    "four stages": ("tp=1,pp=4,dp=1,schedule=zb_h1", gpt(num_layers=4), {}),
+    "sinks around a ring, states in pieces": ("tp=1,pp=1,cp=2,dp=1,zero=3,cp_order=zigzag", gpt_oss(), {}),
+    "sinks around a ring, heads cut": ("tp=2,pp=1,cp=2,dp=1", gpt_oss(), {}),
+    "experts over dp and tp, all computed again": ("tp=2,pp=1,dp=2,ep=2,fold=tp,recompute=full", gpt_oss(), {}),
+    "own tokens on each rank of tp, that may be dropped": (
+        "tp=2,pp=1,dp=2,ep=2", gpt_oss(), {"pins": OWN_TOKENS, "expert_capacity": 1.0},
+    ),
+    "stages of experts, halves of a backward": (
+        "tp=1,pp=2,dp=2,ep=2,schedule=zb_h1", gpt_oss(), {"router_balance_loss": 0.5},
+    ),
+    "sinks, the same tokens on both ranks of tp": (
+        "tp=2,pp=1,dp=1,sp=false,recompute=selective[attention]", gpt_oss(), {},
+    ),
+    "small buckets, ZeRO-1": ("tp=2,pp=1,dp=2", llama(num_layers=4), BUCKETS),
+    "small buckets, ZeRO-3, stages": ("tp=1,pp=2,dp=2,zero=3", gpt(num_layers=4), BUCKETS),
+    "small buckets, stages that share a table": ("tp=1,pp=2,dp=2", gpt(num_layers=4), BUCKETS),
+    "small buckets, ZeRO-0": ("tp=1,pp=1,dp=2,zero=0", gpt(num_layers=4), BUCKETS),
+    "small buckets, a pipeline that is folded": ("tp=1,pp=2,dp=2,vp=2,schedule=zb_v", llama(num_layers=4), BUCKETS),
+    "small buckets, a ring": ("tp=2,pp=1,cp=2,dp=1", llama(num_layers=4), BUCKETS),
+    # ZeRO over a part of the ranks, which holds a copy of the states or weights
+    "states in pieces, two micro-batches": ("tp=1,pp=1,dp=4,zero=3,zero_group=2", llama(), TWICE),
+    "optimizer in pieces, sequences cut": ("tp=1,pp=1,cp=2,dp=4,zero=1,zero_group=4,cp_order=zigzag", gpt(), TWICE),
+    "every rank has a copy": ("tp=2,pp=1,dp=2,zero=1,zero_group=1", llama(), TWICE),
+    "experts without another of their kind in a copy": ("tp=1,pp=1,dp=4,ep=2,zero=3,zero_group=2", glm(), BALANCED),
+    "experts in pieces": ("tp=1,pp=1,dp=8,ep=2,zero=1,zero_group=4", llama(**MIXTRAL), BALANCED),
+    "stages that share a table": ("tp=1,pp=2,dp=4,zero=1,zero_group=2,schedule=zb_h1", gpt(), TWICE),
+    "stages in turns, recompute": (
+        "tp=1,pp=2,dp=4,vp=2,schedule=interleaved,zero=3,zero_group=2,recompute=full", llama(num_layers=4), TWICE,
+    ),
+    "weights over fewer ranks": ("tp=1,pp=1,dp=4,zero=3,weight_group=2", llama(), TWICE),
+    "weights over fewer ranks of a copy": ("tp=1,pp=1,dp=8,zero=3,zero_group=4,weight_group=2", llama(), TWICE),
+    "whole weights": ("tp=1,pp=1,dp=4,zero=3,weight_group=1", gpt(), TWICE),
+    "experts whole on each of their ranks": ("tp=1,pp=1,dp=4,ep=2,zero=3,weight_group=2", glm(), BALANCED),
+    "experts over fewer ranks": ("tp=1,pp=1,dp=8,ep=2,zero=3,weight_group=4", llama(**MIXTRAL), BALANCED),
+    "weights over fewer ranks, halves of a backward": (
+        "tp=1,pp=2,dp=4,zero=3,weight_group=2,schedule=zb_h1", gpt(num_layers=4), TWICE,
+    ),
+    "weights over cp": ("tp=1,pp=1,cp=2,dp=4,zero=3,weight_group=4,cp_order=zigzag", gpt(), TWICE),
+    "weights over fewer ranks, stages in turns": (
+        "tp=1,pp=2,dp=4,vp=2,schedule=interleaved,zero=3,weight_group=2,recompute=full", llama(num_layers=4), TWICE,
+    ),
+    "weights over fewer ranks, tied": ("tp=2,pp=1,dp=4,zero=3,weight_group=2", llama(tied_embeddings=True), TWICE),
+    # stages without layers: the embedding alone at the start of a pipeline, or the head alone at its end
+    **{
+        f"bare ends, {'tied' if tied else 'apart'}: {text}": (text, llama(num_layers=3, tied_embeddings=tied), BARE)
+        for tied in (True, False)
+        for text in (
+            "tp=1,pp=2,dp=1,vp=2,schedule=zb_v,stages=0/2/1/0", "tp=1,pp=2,dp=1,stages=0/3",
+            "tp=2,pp=2,dp=1,vp=2,schedule=interleaved,stages=0/2/1/0", "tp=1,pp=2,dp=1,schedule=zb_h1,stages=3/0",
+            "tp=1,pp=4,dp=2,stages=0/1/2/0,recompute=full,zero=3",
+        )
+    },
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(("text", "model"), rest_is_slow(CASES.values(), 0, 2))
-def test_a_step_on_ranks_is_that_of_one_process_and_holds_and_sends_what_was_promised(text, model):
-    hold(Task.of(plan_of(text, model)))
+def planned(text: str, model: ModelSpec, *, buckets: bool = False, **more: Any) -> Plan:
+    """The plan of a case; of small buckets each has a few weights."""
+    plan = plan_of(text, model, **more)
+    return replace(plan, buckets=Buckets(reduce_scatter_bytes=2048, all_gather_bytes=2048)) if buckets else plan
+
+
+@pytest.mark.parametrize("case", rest_is_slow(CASES, 0, 7))
+def test_steps_on_ranks_are_those_of_one_process_and_hold_and_send_what_was_promised(case: str):
+    text, model, more = CASES[case]
+    own = {"num_steps": 1, "joins": False, **more}
+    joins, num_steps = own.pop("joins"), own.pop("num_steps")
+    hold(Task.of(planned(text, model, **own), num_steps), joins=joins)
 
 
 OWN = AdamWConstants(beta1=0.5, beta2=0.8, eps=1e-4, weight_decay=3.0)  # a decay beside which no update is large
@@ -248,3 +317,30 @@ def flops_of_experts(task: Task) -> int:
         engine.step(task.steps[0], 0.0)
     found = counter.get_flop_counts()["Global"]
     return sum(found.get(getattr(torch.ops.aten, name), 0) for name in ("_grouped_mm", "bmm"))
+
+
+@pytest.mark.slow
+def test_pieces_that_copies_do_not_add_up_are_caught() -> None:
+    """Each all-reduce, left out once: that of a piece between copies is among them, without which copies differ."""
+    task = Task.of(plan_of("tp=1,pp=1,dp=4,zero=3,zero_group=2", llama()))
+    answers = on_ranks(4, run_dropping, task, "all_reduce")
+    assert len(answers[0]) > 1
+    for shares in zip(*answers, strict=True):
+        with pytest.raises(AssertionError):
+            compare(task.reference(), shares)
+
+
+def saved(task: Task) -> list[tuple[str, tuple[int, ...], int]]:
+    return [(piece.name, piece.offsets, piece.memory.numel()) for piece in engine_of(task).pieces() if piece.saves]
+
+
+@pytest.mark.parametrize("keys", ["zero=1,zero_group=2", "zero=3,zero_group=2", "zero=3,weight_group=2"])
+def test_one_copy_of_each_number_is_saved(keys: str) -> None:
+    task = Task.of(plan_of(f"tp=1,pp=1,dp=4,{keys}", llama()))
+    boxes = [box for of_rank in on_ranks(4, saved, task) for box in of_rank]
+    assert len({box[:2] for box in boxes}) == len(boxes)
+    counts = Counter[str]()
+    for name, _, count in boxes:
+        counts[name] += count
+    parts = ("weight", "moment1", "moment2")
+    assert counts == {f"{part}/{name}": array.size for part in parts for name, array in task.weights.items()}

@@ -10,9 +10,16 @@ from typing import Any
 
 import dill
 
+from autoshard.engine.torch.agreeing import AgreeingEngine
+from autoshard.engine.torch.engine import TorchEngine
+from autoshard.run.protocol import EngineMode, Run
+from autoshard.spec.training import Training, Watching
+from tests.ranks.cases import EXACT, StepShare, Task
+from tests.ranks.shares import gradients_of, weights_of
 from tests.runtime.cases import ROOT, environment
 
 _WORK = "work.pickle"
+EVERY = Training(watchdog=Watching(collectives="every"))
 
 
 def on_torchrun(
@@ -46,6 +53,17 @@ def be_a_rank(folder: Path) -> None:
     (folder / f"answer-{os.environ['RANK']}.pickle").write_bytes(pickle.dumps(answer))
     dist.barrier()
     dist.destroy_process_group()
+
+
+def run_agreeing(task: Task, mode: EngineMode = "generated") -> StepShare:
+    """Run a step in double, whose collectives are compared with those that were announced."""
+    run = Run(folder=Path(), training=EVERY, mode=mode)
+    engine = TorchEngine(task.plan, task.weights.__getitem__, EXACT, run)
+    report = AgreeingEngine(task.plan, engine).step(task.steps[0], task.learning_rate)
+    return StepShare(
+        loss=report.loss, norm=report.norm, gradients=gradients_of(engine), weights=weights_of(engine),
+        router=report.router,
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -131,7 +131,6 @@ def test_a_wrong_shape_is_found() -> None:
     assert not dist.is_initialized()
 
 
-@pytest.mark.slow
 @pytest.mark.thorough
 def test_a_rank_of_512_holds_and_sends_what_was_promised(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

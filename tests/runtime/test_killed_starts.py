@@ -115,7 +115,6 @@ def test_a_kill_at_any_change_of_a_file_in_a_first_start_is_survived(
     assert code == 0 and number > 5, f"the start has changed {number - 1} files"
 
 
-@pytest.mark.slow
 @pytest.mark.thorough
 def test_the_command_line_goes_on_after_a_kill_at_a_change_of_a_file(run: Path) -> None:
     steps = FIRST

@@ -73,7 +73,6 @@ def commands() -> list[str]:
 
 
 @pytest.mark.thorough
-@pytest.mark.slow
 @pytest.mark.ranks
 def test_every_command_of_the_page_runs_and_the_small_text_is_known_by_heart(tmp_path: Path) -> None:
     (tmp_path / "recipes").symlink_to(ROOT / "recipes")

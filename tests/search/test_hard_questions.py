@@ -11,6 +11,7 @@ from autoshard.search.ask.api import request_of
 from autoshard.search.ask.planner import search
 from autoshard.search.bound.request import plan_at
 from autoshard.spec.recipe import QuestionOptions
+from tests.slower import rest_is_slow
 
 QUESTIONS = {
     "same layout, another schedule": (
@@ -28,8 +29,7 @@ QUESTIONS = {
 }  # fmt: skip
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", QUESTIONS)
+@pytest.mark.parametrize("name", rest_is_slow(sorted(QUESTIONS, key=lambda name: "stage with" not in name), 0))
 def test_no_slower_plan_is_the_answer(name: str):
     (model, cluster, nodes), text = QUESTIONS[name]
     request = request_of(QuestionOptions(model=model, cluster=cluster), nodes)

@@ -84,7 +84,6 @@ def test_with_the_usual_effort_the_certificate_covers_the_truth_of_fixed_questio
         holds_itself(request, found)
 
 
-@pytest.mark.slow
 @pytest.mark.thorough
 @settings(max_examples=40)
 @given(requests())

@@ -224,7 +224,6 @@ def test_a_users_rule_may_judge_what_is_recomputed(subject: str):
     assert len(found.plans) == 3
 
 
-@pytest.mark.slow
 @pytest.mark.thorough
 def test_both_engines_are_searched_when_any_may_run_the_plan():
     one = ask("llama3-8b", "trn2.48xlarge")

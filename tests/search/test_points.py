@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import islice
+from itertools import islice, product
 
 import numpy as np
 import pytest
@@ -24,6 +24,7 @@ from tests.search.brute_force import FULL, PLAIN, Point, Truth, ask, requests
 from tests.slower import rest_is_slow
 
 SEVERAL = 2  # random fillings of each point
+SCHEDULES = ("gpipe", "1f1b", "zb_h1", "zb_v", "interleaved")
 SURE = 1 + 1e-9
 
 
@@ -62,17 +63,16 @@ def is_bounded(request: Request, share: float) -> None:
             assert float(found.bound[0]) <= value * SURE, str(best.candidate)
 
 
-@pytest.mark.slow
 @pytest.mark.thorough
 @given(requests(), st.sampled_from([0.0, 0.02, 0.2, 1.1]))
 def test_no_filling_of_a_point_is_below_its_bound(request: Request, share: float):
     is_bounded(request, share)
 
 
-@pytest.mark.parametrize("layers", rest_is_slow([5, 4]))
-@pytest.mark.parametrize("kind", rest_is_slow(["full", "none"]))
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_h1", "zb_v", "interleaved"])
-def test_what_just_fits_is_not_said_to_be_too_large(schedule: str, kind: str, layers: int):
+@pytest.mark.parametrize(
+    ("layers", "kind", "schedule"), rest_is_slow(product((5, 4), ("full", "none"), SCHEDULES), len(SCHEDULES), 5)
+)
+def test_what_just_fits_is_not_said_to_be_too_large(layers: int, kind: str, schedule: str):
     pins = f"pp=2,tp=4,zero=0,schedule={schedule},recompute={kind}"
     request = ask("tiny-llama", ranks=8, global_batch=4, seq_len=8, pins=pins)
     is_bounded(replace(request, model=replace(request.model, num_layers=layers)), 0.0)

@@ -31,8 +31,7 @@ from tests.ranks.cases import (
     olmo2,
     request_of,
 )
-from tests.ranks.test_torchrun import run_agreeing
-from tests.ranks.torchrun import on_torchrun
+from tests.ranks.torchrun import on_torchrun, run_agreeing
 from tests.soak.hunt import HuntResult
 
 MOST_RANKS = 8

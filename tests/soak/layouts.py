@@ -7,8 +7,7 @@ from pathlib import Path
 
 from tests.ranks import matrix
 from tests.ranks.cases import Task, compare
-from tests.ranks.test_torchrun import run_agreeing
-from tests.ranks.torchrun import on_torchrun
+from tests.ranks.torchrun import on_torchrun, run_agreeing
 from tests.soak.hunt import HuntResult
 
 

@@ -269,7 +269,6 @@ def test_what_is_left_out_is_one_slice_per_rank():
         assert (own[0]["name"], own[-1]["name"]) == (f"F{event['pid']}.0", f"B{event['pid']}.{count - 1}")
 
 
-@pytest.mark.slow
 @pytest.mark.thorough
 def test_a_step_of_131072_actions_takes_at_most_20_megabytes():
     request = ask("llama3.1-405b", "h100-80", 64, global_batch=512)

@@ -290,7 +290,6 @@ def test_what_was_begun_from_another_source_is_not_kept_and_another_process_refu
     assert not (tmp_path / "last" / JOURNAL).exists() and not aside.exists()
 
 
-@pytest.mark.slow
 @pytest.mark.thorough
 def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
     """A model of 630 MB, a table of 205 MB in it, in files of 39 to 316 MB, in both directions."""

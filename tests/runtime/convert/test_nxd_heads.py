@@ -21,7 +21,7 @@ from autoshard.spec.model_catalogue import load_model
 from tests.neuron.cases import nxd_plan
 from tests.ranks.cases import plan_of
 from tests.runtime.convert.cases import converted, cut, read, reduced, same, written
-from tests.slower import rest_is_slow
+from tests.slower import covering, rest_is_slow
 from tests.soak.conversions import hunt
 
 HEAD_DIM = 4
@@ -181,8 +181,10 @@ def test_a_reader_that_takes_the_wrong_order_is_caught_twice(tmp_path: Path, mon
         converted(tmp_path / "nxd", tmp_path / "last")
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp16", None])
-@pytest.mark.parametrize("card", rest_is_slow(["mixtral-8x7b", "gpt-neox-20b", "qwen3-8b", "llama2-13b"], 1, 3))
+@pytest.mark.parametrize(
+    ("card", "dtype"),
+    covering(["mixtral-8x7b", "gpt-neox-20b", "qwen3-8b", "llama2-13b"], ["bf16", "fp16", None], fast=1),
+)
 def test_sums_of_squares_hold_for_all_families_and_formats(card: str, dtype: str | None, tmp_path: Path) -> None:
     config = {**reduced(card), "tie_word_embeddings": False}
     first = written(tmp_path / "first", config)
