@@ -52,7 +52,6 @@ def test_the_answer_that_is_named_is_written(capsys: pytest.CaptureFixture[str])
         (("--choose", "0"), "--choose 0: type"),
         (("--choose", "²"), "type fastest"),
         (("--choose", "vendor"), "There are fastest, simple, other, 2, 3"),
-        (("--choose", "smallest"), "There are fastest, simple, other, 2, 3"),
         (("--choose", "simple", "--objective", "memory"), "There are smallest, 2, 3"),
         (("--choose", "simple", "--pareto"), "--choose: has no effect beside --pareto, which shows a frontier"),
     ],
@@ -94,7 +93,14 @@ EDITS = {
 }
 
 
-@pytest.mark.parametrize("edit", EDITS)
+def test_no_edit_of_a_plan_file_leaves_it_as_it_was_written() -> None:
+    assert main([*QUESTION[:5], "--at", "tp=1,pp=2,dp=2"]) == 0
+    text = Path("plan.json").read_text(encoding="utf-8")
+    edited = [edit(text) for edit in EDITS.values()]
+    assert is_as_written(text) and text not in edited and not any(map(is_as_written, edited))
+
+
+@pytest.mark.parametrize("edit", ["a number", "half", "a list"])
 def test_what_somebody_has_edited_is_kept_and_that_is_said_before_the_search(
     edit: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -37,7 +37,9 @@ CASES: list[tuple[str, ModelSpec]] = [
     ("tp=1,pp=1,cp=2,dp=2,cp_kind=all_to_all", llama()),
     ("tp=1,pp=2,dp=2,schedule=zb_h1,zero=3,recompute=none+offload/full+offload", gpt(num_layers=4)),
     ("tp=1,pp=1,dp=4,ep=2,recompute=selective[norms]+offload", llama(**MIXTRAL)),
-    ("tp=1,pp=1,dp=8,zero=3,zero_group=4,weight_group=2", llama()),
+    ("tp=1,pp=1,dp=4,zero=3,zero_group=2", llama()),
+    ("tp=1,pp=2,dp=4,zero=1,zero_group=2,schedule=zb_h1", gpt()),
+    ("tp=1,pp=1,dp=4,zero=3,weight_group=2", llama()),
 ]
 FEW = ("tp=1,pp=1,dp=2,ep=2", llama(**MIXTRAL)), ("tp=1,pp=2,dp=2,zero=3", gpt())
 COMBINED = [

@@ -26,7 +26,7 @@ from autoshard.spec.workload import Precision
 from benchmarks.aws_recipes import load_aws_recipes
 from tests.search.brute_force import ask, peak, time_s
 from tests.search.test_recipes import DISCREPANCIES
-from tests.slower import each_third_is_fast, rest_is_slow
+from tests.slower import rest_is_slow
 
 ROWS = Path(__file__).parents[2] / "benchmarks" / "data"
 SIZED = re.compile(r"--(\S+) (\S+)")
@@ -132,7 +132,7 @@ def test_a_documented_layout_has_a_source_and_may_run_where_it_is_documented(lay
 WITH_OPTIONS = [one for one in vendor_layouts() if one.options and not one.rows]
 
 
-@pytest.mark.parametrize("layout", each_third_is_fast(WITH_OPTIONS), ids=lambda one: one.source[-60:])
+@pytest.mark.parametrize("layout", rest_is_slow(WITH_OPTIONS, 4, len(WITH_OPTIONS)), ids=lambda one: one.source[-60:])
 def test_a_layout_fits_under_the_options_that_its_source_states(layout: VendorLayout):
     stated = dict(SIZED.findall(layout.options))
     assert Precision.named(stated.get("precision", "bf16")).name == (layout.precision or "bf16")

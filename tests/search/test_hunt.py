@@ -19,6 +19,7 @@ from autoshard.search.bound.priced_layouts import LayoutPricer
 from autoshard.search.bound.request import Request, plan_at
 from autoshard.search.fill.stage_options import Effort
 from tests.search.brute_force import ask, time_s
+from tests.slower import rest_is_slow
 
 HASTY = Effort(gap=0.3, most_splits=0, split_s=0.0, most_idle=1)
 PIPELINES = [
@@ -41,7 +42,7 @@ def solved(request: Request) -> tuple[EngineResult, Solution]:
     return best
 
 
-@pytest.mark.parametrize("request_", PIPELINES, ids=["1f1b", "interleaved", "windows"])
+@pytest.mark.parametrize("request_", rest_is_slow(PIPELINES, 2), ids=["1f1b", "interleaved", "windows"])
 def test_every_change_is_priced_as_at_prices_it(request_: Request):
     result, solution = solved(request_)
     assert result.pool

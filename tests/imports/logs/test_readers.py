@@ -157,11 +157,11 @@ def test_a_long_log_is_read_in_a_stream(tmp_path: Path) -> None:
             file.write(noise)
         file.write("x" * 10_000_000 + "\n")  # a line without an end in sight
         file.write(reports)
+    seen = list[int]()
     tracemalloc.start()
-    log, seen = read_log(path), list[int]()
+    log = read_log(path, lambda so_far: seen.append(so_far.done_bytes))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    read_log(path, lambda so_far: seen.append(so_far.done_bytes))
     assert numbers(log) == list(range(1, 11)) and peak < 4_000_000 < path.stat().st_size
     assert len(seen) > 2 and seen == sorted(seen)
 
