@@ -137,7 +137,7 @@ def test_generated_functions_round_as_the_interpreter_does_and_joined_products_n
     assert 0 < np.linalg.norm(apart - together) < 0.15 * np.linalg.norm(apart)  # a scale for several weights
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_model_learns_as_fast_as_in_bf16():
     losses = [
         np.array([share.loss for share in on_ranks(1, run_steps, fp8_task("tp=1,pp=1,dp=1", 30, name), AS_PLANNED)[0]])

@@ -126,7 +126,7 @@ def test_a_loss_by_few_tokens_gives_what_all_of_them_give(text):
 
 
 @pytest.mark.skipif(bool(missing_compiler("cpu")), reason="no compiler here")
-@pytest.mark.parametrize(("text", "model", "formats"), rest_is_slow(COMPILED.values(), 0, 2), ids=COMPILED)
+@pytest.mark.parametrize(("text", "model", "formats"), rest_is_slow(COMPILED.values(), 0, 1), ids=COMPILED)
 def test_compiled_functions_give_what_the_interpreter_gives(text, model, formats):
     compiled_like_the_interpreter(Task.of(plan_of(text, model, **FP32)), formats)
 

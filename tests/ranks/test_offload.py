@@ -90,8 +90,7 @@ def test_a_step_with_host_memory_is_the_same_to_the_last_bit(case: str, mode: En
     hold_alike(tasks(*CASES[case]), AS_PLANNED if mode == "generated" else EXACT, mode)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", ["one rank", "zb_h1, I and W apart"])
+@pytest.mark.parametrize("case", rest_is_slow(["one rank", "zb_h1, I and W apart"], 0, 1))
 def test_compiled_functions_read_what_comes_back_from_host_memory(case: str) -> None:
     text, model = CASES[case]
     hold_alike(tasks(text, replace(model, num_layers=2)), AS_PLANNED, "compiled")
