@@ -91,7 +91,7 @@ def test_no_step_waits_for_a_store_that_is_away(
     short = {"connect_timeout": 0.6, "read_timeout": 0.6, "retries": {"max_attempts": 0}}
     monkeypatch.setitem(conf, "s3", {"config_kwargs": short})
     monkeypatch.setattr(S3FileSystem, "retries", 1)
-    disturbed(s3, tmp_path, steps=40, step_s=0.2, for_s=None if lost else 2.5)
+    disturbed(s3, tmp_path, steps=30, step_s=0.2, for_s=None if lost else 2.5)
 
 
 def test_a_store_that_gives_no_leave_to_send_fails_a_save(s3: S3, monkeypatch: pytest.MonkeyPatch) -> None:

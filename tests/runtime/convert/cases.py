@@ -28,6 +28,8 @@ SIZES: Mapping[str, Any] = {
     "vocab_size": 37,  # which nothing divides
     "max_position_embeddings": 16,
     "num_local_experts": 4,
+    "num_experts": 16,
+    "n_routed_experts": 16,
     "n_layer": 4,
     "n_embd": 64,
     "n_inner": 48,
