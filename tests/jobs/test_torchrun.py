@@ -76,23 +76,41 @@ def test_two_agents_of_two_ranks_train_to_the_end(tmp_path: Path) -> None:
     assert (tmp_path / "run" / "checkpoints" / f"step-{STEPS:08}").is_dir()
 
 
-@pytest.mark.parametrize("agent", ["torchrun", "python3 -m autoshard.runtime.agent"])
-def test_a_step_that_takes_longer_than_torchrun_waits_by_itself_is_saved(agent: str, tmp_path: Path) -> None:
+def test_a_step_that_takes_longer_than_torchrun_waits_by_itself_is_saved(tmp_path: Path) -> None:
+    """By torchrun and by our agent, beside each other: each is told to end after its first step."""
+    jobs = [job_under(agent, tmp_path / str(number)) for number, agent in enumerate(AGENTS)]
+    told_s = dict[Path, float]()
+
+    def all_are_told() -> bool:
+        for place, agent in jobs:
+            metrics = place / "job" / "run" / "metrics.jsonl"
+            if place not in told_s and metrics.is_file() and metrics.read_text("utf-8").count("\n") == 1:
+                told_s[place] = time.monotonic()
+                agent.send_signal(signal.SIGTERM)
+        return len(told_s) == len(jobs)
+
+    wait_until(all_are_told, "the first steps")
+    for place, agent in jobs:
+        assert agent.wait(timeout=300) and time.monotonic() - told_s[place] > DELAY_S - 5 > 30
+        log = (place / "log").read_text(encoding="utf-8")
+        assert [path.name for path in (place / "job" / "run" / "checkpoints").iterdir()] == ["step-00000002"], log
+        assert "note: a step and a save" not in log
+
+
+AGENTS = ("torchrun", "python3 -m autoshard.runtime.agent")
+
+
+def job_under(agent: str, place: Path) -> tuple[Path, "subprocess.Popen[bytes]"]:
+    """Write a job whose steps are slow, and start it under this agent; return its place and its process."""
+    place.mkdir()
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     typed = "--ranks 2 --fix tp=1,pp=1,dp=2 --scheduler torchrun --steps 9 --extend"
     files = [str(ROOT / "recipes" / "tiny-llama-local.yaml"), *typed.split(), f"{ROOT}/tests/jobs/slow_step.py"]
     words = [sys.executable, "-m", "autoshard.cli", "launch", *files]
     variables = environment(PATH=path, PYTHONPATH=str(ROOT), GLOO_SOCKET_IFNAME="lo", MASTER_PORT=str(free_port()))
-    subprocess.run(words, cwd=tmp_path, env=variables, check=True, capture_output=True)
-    node = tmp_path / "job" / "node.sh"
+    subprocess.run(words, cwd=place, env=variables, check=True, capture_output=True)
+    node = place / "job" / "node.sh"
     node.write_text(node.read_text(encoding="utf-8").replace("exec torchrun", f"exec {agent}"), encoding="utf-8")
-    log, run = tmp_path / "log", tmp_path / "job" / "run"
-    with log.open("wb") as file:
+    with (place / "log").open("wb") as file:
         started = subprocess.Popen(["bash", str(node), "train"], env=variables, stdout=file, stderr=subprocess.STDOUT)
-    metrics = run / "metrics.jsonl"
-    wait_until(lambda: metrics.is_file() and metrics.read_text(encoding="utf-8").count("\n") == 1, "the first step")
-    begun_s = time.monotonic()
-    started.send_signal(signal.SIGTERM)
-    assert started.wait(timeout=300) and time.monotonic() - begun_s > DELAY_S - 5 > 30
-    assert [path.name for path in (run / "checkpoints").iterdir()] == ["step-00000002"], log.read_text(encoding="utf-8")
-    assert "note: a step and a save" not in log.read_text(encoding="utf-8")
+    return place, started

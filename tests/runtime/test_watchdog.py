@@ -66,7 +66,7 @@ def steps_of(folder: Path) -> int:
 def test_slow_data_is_waited_for_and_said(
     rank: int, curve: dict[int, float], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    with_slow_data(monkeypatch, rank, 15.0)
+    with_slow_data(monkeypatch, rank, 6.0)
     found = trained(plan_of(TWO), tmp_path, 6, watch=True, every_steps=2)
     assert found.curve == {step: curve[step] for step in range(1, 7)}
     assert max(step.waited_s for step in found.steps) > 3.0

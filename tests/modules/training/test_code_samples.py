@@ -40,6 +40,7 @@ def test_steps_are_those_of_the_plain_module(name: str, layout: tuple[str, int])
         assert compared.error < 1e-11, f"{compared.weight} is {compared.error:.1e} off"
 
 
+@pytest.mark.slow
 def test_an_example_of_a_single_sample_is_enough():
     module, inputs = SAMPLES["diffusion"]()
     single = {name: tensor[:1] for name, tensor in inputs.items()}
@@ -52,6 +53,7 @@ def test_whole_numbers_stay_whole_whatever_the_example_holds():
     assert argument.is_whole and not argument.drawn(np.random.default_rng(0)).any()
 
 
+@pytest.mark.slow
 def test_formats_of_one_size_are_not_packed_together():
     (module, inputs), formats = SAMPLES["diffusion"](), Formats()
     model = read_decoder(module, None, inputs)
