@@ -42,7 +42,7 @@ def solved(request: Request) -> tuple[EngineResult, Solution]:
     return best
 
 
-@pytest.mark.parametrize("request_", rest_is_slow(PIPELINES, 2), ids=["1f1b", "interleaved", "windows"])
+@pytest.mark.parametrize("request_", rest_is_slow(PIPELINES[::-1], 2), ids=["windows", "interleaved", "1f1b"])
 def test_every_change_is_priced_as_at_prices_it(request_: Request):
     result, solution = solved(request_)
     assert result.pool
