@@ -111,7 +111,7 @@ def test_one_plan_leaves_nothing_to_choose(typed: Typed) -> None:
         (f"advise {DATA / 'trainium.jsonl'}", 2, "--model: missing"),
         (f"advise {DATA / 'trainium.jsonl'} {TINY}", 2, "holds no row of local with a step_time_s"),
         (f"advise none.jsonl {TINY}", 2, "none.jsonl: "),
-        (f"advise {DATA} --cluster h100-80 {LARGE}", 1, "Allow more with --run-nodes"),
+        (f"advise {DATA / 'sweeps' / 'fms_fsdp.jsonl'} --cluster h100-80 {LARGE}", 1, "Allow more with --run-nodes"),
     ],
 )  # fmt: skip
 def test_wrong_input_is_one_clear_line(line: str, code: int, words: str, typed: Typed) -> None:

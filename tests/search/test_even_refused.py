@@ -9,6 +9,7 @@ from autoshard.errors import InputError
 from autoshard.plan.candidate import Candidate
 from autoshard.search.bound.request import plan_at, rejections_of
 from tests.search.brute_force import ask
+from tests.slower import covering
 
 SIZES = st.sampled_from([1, 2, 3, 4, 5, 8, 16, 1000])
 AXES = [(tp, pp, cp) for tp in (1, 2, 4, 8) for pp in (1, 2, 4) for cp in (1, 2, 4) if tp * pp * cp <= 8]
@@ -38,9 +39,11 @@ def test_a_refused_layout_is_priced_or_refused_in_words(model: str, axes: tuple[
         assert plan.prediction and plan.prediction.step_time_s > 0
 
 
-@pytest.mark.parametrize("size", [3, 16, 1000])
-@pytest.mark.parametrize(("zero", "key"), [(1, "zero_group"), (3, "zero_group"), (3, "weight_group")])
-def test_groups_that_do_not_divide_the_ranks_are_refused_and_priced_as_one_copy(zero: int, key: str, size: int):
+@pytest.mark.parametrize(
+    ("groups", "size"), covering([(1, "zero_group"), (3, "zero_group"), (3, "weight_group")], [3, 16, 1000], fast=3)
+)
+def test_groups_that_do_not_divide_the_ranks_are_refused_and_priced_as_one_copy(groups: tuple[int, str], size: int):
+    zero, key = groups
     request = ask("tiny-llama", "h100-80", global_batch=16)
     whole, refused = (Candidate.parse(f"tp=1,pp=1,dp=8,zero={zero}{more}") for more in ("", f",{key}={size}"))
     assert [reason.rule_id for reason in rejections_of(request, refused, "torch")] == [key.replace("_", "-")]
