@@ -90,8 +90,8 @@ def test_what_the_user_can_mend_stays_an_input_error(tmp_path: Path) -> None:
     [
         (signal.SIGINT, "all", 130, "stopped by Ctrl-C after step "),  # as Ctrl-C in a terminal
         (signal.SIGKILL, "parent", -9, ""),
-        pytest.param(signal.SIGTERM, "parent", 143, "stopped by SIGTERM", marks=pytest.mark.thorough),
-        pytest.param(signal.SIGKILL, "rank 1", 3, "rank 1 of 2 failed, the others", marks=pytest.mark.thorough),
+        pytest.param(signal.SIGTERM, "parent", 143, "stopped by SIGTERM", marks=pytest.mark.slow),
+        pytest.param(signal.SIGKILL, "rank 1", 3, "rank 1 of 2 failed, the others", marks=pytest.mark.slow),
     ],
 )
 def test_a_signal_ends_all(number: signal.Signals, whom: str, code: int, says: str, tmp_path: Path) -> None:
@@ -118,7 +118,7 @@ def world(num_ranks: int) -> dict[str, str]:
     return {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks), **where}
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_torchrun_starts_one_process_a_rank(tmp_path: Path) -> None:
     write_tiny(tmp_path)
