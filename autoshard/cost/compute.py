@@ -134,7 +134,7 @@ def _padding(op: Op, call: Call, tile: int) -> Number:
 def seen_share(kind: Attend | AttendGradient, seq_len: Number, stretches: Number, tile: int) -> Number:
     """Return the share of pairs that is not skipped, on average over the layers that an operation stands for."""
     layers = kind.windows or ((kind.window, 1),)
-    if kind.biased:
+    if kind.biased or kind.unfused:
         return 1.0
     if kind.sees_all:
         seen = sum(count * _share_both_ways(window, seq_len) for window, count in layers)

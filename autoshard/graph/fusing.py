@@ -67,7 +67,12 @@ def fuse(flow: Flow, kernels: Kernels) -> tuple[FusedOps, ...]:
     An operation of a table's kernel that the model lacks is passed over.
     """
     computing = (op for op in flow.forward if not isinstance(op.kind, Deliver))
-    owner = {op.name: kernels.entry(op.name, drops=op.kind.drops(), biased=op.kind.adds_bias()) for op in computing}
+    owner = {
+        op.name: kernels.entry(
+            op.name, drops=op.kind.drops(), biased=op.kind.adds_bias(), unfused=op.kind.holds_scores()
+        )
+        for op in computing
+    }
     groups: list[FusedOps] = []
     assigned: set[str] = set()
     for name, entry in owner.items():

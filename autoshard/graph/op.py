@@ -124,6 +124,10 @@ class OpKind(ABC):
         """Say whether it adds numbers to its scores, as no flash kernel does."""
         return False
 
+    def holds_scores(self) -> bool:
+        """Say whether it writes all of its scores, as code does that is no flash kernel."""
+        return False
+
     def starts_at(self, index: int) -> float | None:
         """Return the number at which a weight in this input starts, and does not decay; None for one that is drawn."""
         return None

@@ -70,12 +70,13 @@ class Kernel:
     ``over:in0`` overwrites the input; backward passes it on as the gradient of the input.
     ``scratch`` names in the same way what the backward of the kernel allocates beside what it reads and writes.
     An entry that ``drops`` is that of operations that drop numbers at random, and of no others; so is one that is
-    ``biased`` that of attention that adds numbers to its scores.
+    ``biased`` that of attention that adds numbers to its scores, and one that is ``unfused`` that of two products.
     """
 
     ops: tuple[str, ...]
     drops: bool = False
     biased: bool = False
+    unfused: bool = False
     apart: bool = False
     saves: tuple[str, ...] | None = None
     scratch: tuple[str, ...] = ()
@@ -210,10 +211,13 @@ class Kernels:
         """Return whether ranks compute while they send in this pipeline schedule."""
         return not any(fnmatchcase(schedule, pattern) for pattern in self.waits_for_sends)
 
-    def entry(self, op: str, *, drops: bool = False, biased: bool = False) -> Kernel | None:
+    def entry(self, op: str, *, drops: bool = False, biased: bool = False, unfused: bool = False) -> Kernel | None:
         """Return the first kernel that names an operation, if one does."""
-        named = (kernel for kernel in self.kernels if any(fnmatchcase(op, pattern) for pattern in kernel.ops))
-        return next((kernel for kernel in named if kernel.drops <= drops and kernel.biased <= biased), None)
+        for kernel in self.kernels:
+            is_its = kernel.drops <= drops and kernel.biased <= biased and kernel.unfused <= unfused
+            if is_its and any(fnmatchcase(op, pattern) for pattern in kernel.ops):
+                return kernel
+        return None
 
     @property
     def sets(self) -> Mapping[str, tuple[str, ...]]:

@@ -197,7 +197,7 @@ class Attend(Differentiable):
     If probabilities are ``dropped``, three more inputs come last: the keys of the sequences, and the numbers of the
     key/value heads and of the queries of their groups. ``scale`` is the factor of the scores, by default 1 over the
     root of the width of a head. ``value_width`` is the dim along which the numbers of a value lie. What is ``biased``
-    skips no pair; a module's own code has the numbers, which are no input here.
+    or ``unfused`` skips no pair; a module's own code has the numbers, which are no input here.
     """
 
     engines: ClassVar[tuple[str, ...]] = ("torch", "nxd")
@@ -210,6 +210,7 @@ class Attend(Differentiable):
     value_width: str = "head_dim"
     sees_all: bool = False  # what comes after a token as well, as far as the window
     biased: bool = False  # by a tensor with a number for each pair
+    unfused: bool = False  # two products around a softmax, which hold all scores
 
     @property
     def label(self) -> str:
@@ -237,6 +238,9 @@ class Attend(Differentiable):
 
     def adds_bias(self) -> bool:
         return self.biased
+
+    def holds_scores(self) -> bool:
+        return self.unfused
 
     def whole_dims(self) -> Dims:
         """Scores sum over the whole head, and their gradients over the whole value."""
@@ -275,6 +279,7 @@ class Attend(Differentiable):
         kind = AttendGradient(
             window=self.window, windows=self.windows, dropped=self.dropped, scale=self.scale,
             value_width=self.value_width, sees_all=self.sees_all, biased=self.biased,
+            unfused=self.unfused,
         )  # fmt: skip
         return (GradientStep(kind=kind, reads=reads, gives=(0, 1, 2)),)
 
@@ -293,6 +298,7 @@ class AttendGradient(OpKind):
     value_width: str = "head_dim"
     sees_all: bool = False  # what comes after a token as well, as far as the window
     biased: bool = False  # by a tensor with a number for each pair
+    unfused: bool = False  # two products around a softmax, which hold all scores
 
     def infer(self, inputs: Sequence[Tensor]) -> tuple[Output, ...]:
         dtype = inputs[1].dtype
@@ -307,6 +313,9 @@ class AttendGradient(OpKind):
 
     def adds_bias(self) -> bool:
         return self.biased
+
+    def holds_scores(self) -> bool:
+        return self.unfused
 
     def whole_dims(self) -> Dims:
         """Scores sum over the whole head, and their gradients over the whole value."""

@@ -77,8 +77,10 @@ def written_kinds(
     each = list(zip(layers, stack.layers, strict=True))
     sights = _sights(captured, stack, each)
     biased = {number for number, sight in sights.items() if sight.is_biased}
+    unfused = {number for number, pieces in enumerate(layers) if any(map(_is_unfused, pieces))}
     plain = [
-        written_layer(*layer, dims, Attend(biased=number in biased), KindNames()) for number, layer in enumerate(each)
+        written_layer(*layer, dims, Attend(biased=number in biased, unfused=number in unfused), KindNames())
+        for number, layer in enumerate(each)
     ]
     windows, sees_all = {number: sight.window for number, sight in sights.items()}, _all_are_seen(stack, sights)
     notes = [_BIASED] if biased else []
@@ -96,14 +98,19 @@ def written_kinds(
             name=name, ffn=traits["ffn"],
             other_sizes={dim: size for part in parts.values() for dim, size in part.sizes.items()},
         )  # fmt: skip
-        attend = replace(_attend(seen, sees_all=sees_all), biased=numbers[name][0] in biased)
-        parts[name] = written_layer(*each[numbers[name][0]], dims, attend, names)
+        first = numbers[name][0]
+        attend = replace(_attend(seen, sees_all=sees_all), biased=first in biased, unfused=first in unfused)
+        parts[name] = written_layer(*each[first], dims, attend, names)
         notes += _mean_windows(seen, name, "tokens to either side" if sees_all else "tokens")
     return WrittenKinds(
         order=tuple(name for number in range(len(plain)) for name, its in numbers.items() if number in its),
         parts={name: parts[name] for name in numbers}, numbers=numbers, windows=[*windows.values()], sees_all=sees_all,
         notes=tuple(notes),
     )  # fmt: skip
+
+
+def _is_unfused(piece: Piece) -> bool:
+    return piece.kind == "attend" and bool(piece.attention and piece.attention.is_unfused)
 
 
 def _said(part: WrittenPart) -> frozenset[str]:

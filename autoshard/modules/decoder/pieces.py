@@ -47,6 +47,7 @@ class AttentionDetail:
     value_head: Position
     extras: tuple[Traced, ...]
     is_causal: bool = False  # without a mask that says so
+    is_unfused: bool = False  # two products around a softmax, no function of torch
     beside: tuple[Read, ...] = ()
     queries: Position = ()
     keys: Position = ()

@@ -174,6 +174,7 @@ def _attention(flow: SegmentFlow, attention: "_AttentionSteps", ends: set[Traced
         dims=attention.steps[-1].makes.dims,
         attention=AttentionDetail(
             head=attention.head, value_head=attention.value_head, is_causal=attention.is_causal,
+            is_unfused=len(attention.steps) > 1,
             extras=tuple(value for value in extras if value not in masks), beside=attention.beside,
             queries=tuple(as_read.get(dim, dim) for dim in tokens), keys=attention.keys,
         ),

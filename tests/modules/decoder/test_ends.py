@@ -94,8 +94,8 @@ def test_weights_that_are_added_to_scores_hide_nothing(is_causal: bool, by_hand:
     model = read_decoder(biased(is_causal=is_causal, by_hand=by_hand), LENGTH)
     assert model.traced
     (kind,) = (op.kind for op in parse_lines(model.traced.layer) if op.name == "attend")
-    assert kind == Attend(sees_all=not is_causal, biased=True)
-    assert seen_share(Attend(biased=True), 12, 1, 1) == 1
+    assert kind == Attend(sees_all=not is_causal, biased=True, unfused=by_hand)
+    assert seen_share(Attend(biased=True), 12, 1, 1) == seen_share(Attend(unfused=True), 12, 1, 1) == 1
 
 
 def test_attention_that_mixes_heads_is_planned_by_all_of_its_work():
@@ -105,11 +105,18 @@ def test_attention_that_mixes_heads_is_planned_by_all_of_its_work():
     assert model.traced.num_parameters == sum(parameter.numel() for parameter in module.parameters())
 
 
-def test_attention_that_adds_numbers_is_no_flash_kernel():
-    for table in ("torch_engine", "torch_engine_gpu"):
-        plain, biased_kernel = (load_kernels(table).entry("attend", biased=biased) for biased in (False, True))
-        assert plain and biased_kernel and plain.skips_masked and not biased_kernel.skips_masked
-        assert biased_kernel.score_bytes.forward > plain.score_bytes.forward
+@pytest.mark.parametrize("table", ["torch_engine", "torch_engine_gpu", "neuron_native"])
+def test_attention_that_is_written_out_holds_its_scores(table: str):
+    flash, by_hand = (load_kernels(table).entry("attend", biased=True, unfused=unfused) for unfused in (False, True))
+    assert flash and by_hand and by_hand.saves and not by_hand.skips_masked
+    assert by_hand.saves.count("scores") > (flash.saves or ()).count("scores")
+
+
+@pytest.mark.parametrize("table", ["torch_engine", "torch_engine_gpu"])
+def test_attention_that_adds_numbers_is_no_flash_kernel(table: str):
+    plain, biased_kernel = (load_kernels(table).entry("attend", biased=biased) for biased in (False, True))
+    assert plain and biased_kernel and plain.skips_masked and not biased_kernel.skips_masked
+    assert biased_kernel.score_bytes.forward > plain.score_bytes.forward
 
 
 class OfClasses(Encoder):
