@@ -15,6 +15,7 @@ from autoshard.spec.model import Activation
 NORMS = ("layer_norm", "rms_norm")  # functions of torch
 _MEANS = ("mean", "var", "var_mean", "std", "linalg_vector_norm", "norm", *NORMS)
 _LARGEST_EPS = 1e-2
+_UNSTATED_EPS = torch.finfo(torch.float32).eps  # of torch's rms_norm, in the format in which it computes
 _FURTHEST, _POINTS = 6.0, 101  # numbers at which functions are compared
 _RTOL, _ATOL = 1e-6, 1e-6  # means may be taken in FP32
 _NORMED, _SMALL = 2, 1e-2  # how long the other dims are; numbers so small that what a norm adds to them shows
@@ -60,14 +61,14 @@ def averaged(steps: Sequence[TracedStep]) -> set[Dim]:
 
 
 def _eps(steps: Sequence[TracedStep]) -> float:
-    """Return what a norm adds before it takes the root: the one small number among its arguments."""
+    """Return what a norm adds before it takes the root: a small number among its arguments, or torch's default."""
     floats = (
         argument
         for step in steps
         for argument in (*step.arguments, *step.keywords.values())
         if isinstance(argument, float)
     )
-    return next((value for value in floats if 0 < value <= _LARGEST_EPS), 1e-6)
+    return next((value for value in floats if 0 < value <= _LARGEST_EPS), _UNSTATED_EPS)
 
 
 def _is_norm(piece: Piece, norm: NormDetail, flow: SegmentFlow) -> bool:
@@ -87,7 +88,8 @@ def _is_norm(piece: Piece, norm: NormDetail, flow: SegmentFlow) -> bool:
         for tensor, dims in ((inputs, x.dims), (result, piece.makes.dims))
     )
     centred = moved - moved.mean(-1, keepdim=True) if norm.function == "layer" else moved
-    plain = centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + norm.eps)
+    eps = torch.finfo(moved.dtype).eps if norm.eps == _UNSTATED_EPS else norm.eps
+    plain = centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)
     weight, shift = numbers[0], numbers[1] if len(numbers) > 1 else 0.0
     return any(torch.allclose(normed, plain * scale + shift, rtol=_RTOL, atol=_ATOL) for scale in (weight, 1 + weight))
 

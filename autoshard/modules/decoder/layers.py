@@ -1,6 +1,5 @@
 """One layer of a decoder as lines of the planner's graph, with the numbers that the planner's Rules ask for."""
 
-import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -8,16 +7,19 @@ from typing import Any
 
 from autoshard.graph.kinds.attention import Attend
 from autoshard.modules.decoder.naming import Roles, layer_names
-from autoshard.modules.decoder.pieces import Piece
+from autoshard.modules.decoder.pieces import Piece, is_same
 from autoshard.modules.decoder.segments import Segment
 from autoshard.modules.decoder.writing import LineWriter
 from autoshard.modules.dims import Dim, Position, size_of
+from autoshard.modules.program import TracedStep, name_of
 from autoshard.spec.model import LAYER
 
 _OF_ATTENTION = (
     "add", "bmm", "div", "einsum", "masked_fill", "matmul", "mul", "scaled_dot_product_attention", "softmax",
     "_softmax", "where",
 )  # fmt: skip
+_RANK = "rank"  # what a matrix of two factors has in common
+_LINEAR = {"add", "div", "dropout", "mul", "neg", "sub"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,8 +45,12 @@ class KindNames:
         """Name the dim of a product that is inside of a layer; the first is that of its MLP or of its experts."""
         if number == 1:
             return "ffn" if self.ffn in (None, size) else f"ffn_{self.name}"
-        name = f"ffn_{number}"
-        return name if self.other_sizes.get(name, size) == size else f"ffn_{self.name}_{number}"
+        return self.numbered("ffn", number, size)
+
+    def numbered(self, base: str, number: int, size: int) -> str:
+        """Name one of several dims, which another kind of layers may have with another size."""
+        name = f"{base}_{number}"
+        return name if self.other_sizes.get(name, size) == size else f"{base}_{self.name}_{number}"
 
 
 def written_layer(
@@ -65,10 +71,15 @@ def written_layer(
     )
     for piece in (piece for piece in pieces if piece.attention and piece is not roles.attend):
         writer.name_dims(dim for value in (*piece.reads, piece.makes) for dim in value.dims)
-    widths = _widths(pieces, dims)
+    counts = _inner_dims(pieces, dims)
+    ranks = [dim for dim in counts if _is_rank(dim, pieces)]
+    widths = [dim for dim in counts if dim not in ranks]
     for number, dim in enumerate(widths, start=2 if experts else 1):
         dims[dim] = kind.width_name(number, dim.size)
         writer.sizes |= {dims[dim]: dim.size} if number > 1 else {}
+    for number, dim in enumerate(ranks, 1):
+        dims[dim] = kind.numbered(_RANK, number, dim.size)
+        writer.sizes[dims[dim]] = dim.size
     return WrittenPart(
         lines=writer.write(pieces),
         traits={**_traits_of_heads(heads), **_traits_of_mlp(pieces, names, widths)},
@@ -129,11 +140,44 @@ def _notes(attend: Piece | None, pieces: Sequence[Piece], kind: str) -> Iterator
             yield f"{kind}: what experts compute between their products is planned by its work alone"
 
 
-def _widths(pieces: Sequence[Piece], dims: Mapping[Dim, str]) -> list[Dim]:
+def _inner_dims(pieces: Sequence[Piece], dims: Mapping[Dim, str]) -> list[Dim]:
     """Return the dims of products that have no name yet, those of the largest weights first."""
     counts = Counter[Dim]()
-    for piece in pieces:
-        for weight in piece.weights if piece.kind == "product" else ():
-            for dim in weight.dims:
-                counts[dim] += 0 if dim in dims else math.prod(weight_dim.size for weight_dim in weight.dims)
+    for _, weight_dims in _products_of(pieces):
+        for dim in weight_dims:
+            counts[dim] += 0 if dim in dims else size_of(weight_dims)
     return [dim for dim, count in counts.most_common() if count]
+
+
+def _products_of(pieces: Sequence[Piece]) -> Iterator[tuple[Position, Position]]:
+    """Yield the dims of the results of products, and of their weights; those that are frozen are constants."""
+    for piece in pieces:
+        if piece.kind == "product":
+            yield piece.dims, piece.weights[0].dims
+        elif piece.kind == "opaque":
+            for step in piece.steps if piece.inputs else ():
+                factors = (read.dims for read in step.reads if step.sort == "product" and read.value in piece.inputs)
+                yield from ((step.makes.dims, weight_dims) for weight_dims in factors)
+
+
+def _is_rank(dim: Dim, pieces: Sequence[Piece]) -> bool:
+    """Say whether a dim is only a step between two products, narrower than what these read and make, as in LoRA.
+
+    What an MLP computes between its products is no sum and no product with a number.
+    """
+    products = [(made, weight) for made, weight in _products_of(pieces) if dim in weight]
+    around = [size_of(tuple(other for other in weight if other is not dim)) for _, weight in products]
+    is_between = {dim in made for made, _ in products} == {True, False} and dim.size < min(around)
+    return is_between and not any(_acts(piece, dim) for piece in pieces if dim in piece.dims)
+
+
+def _acts(piece: Piece, dim: Dim) -> bool:
+    """Say whether a piece is more than a product, a norm, or a sum of tensors each times a number."""
+    if piece.kind != "opaque":
+        return piece.kind in ("unary", "multiply")
+    steps = (step for step in piece.steps if dim in step.makes.dims and step.sort != "product" and not is_same(step))
+    return any(name_of(step) not in _LINEAR or _gates(step, dim) for step in steps)
+
+
+def _gates(step: TracedStep, dim: Dim) -> bool:
+    return name_of(step) == "mul" and sum(dim in read.dims for read in step.reads) > 1

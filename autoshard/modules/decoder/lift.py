@@ -73,6 +73,8 @@ def lift_decoder(
     notes += _left_out(model, stack, (embed, head), layers)
     beside = [captured.parameters.get(value.name, value.name) for value in stack.beside]
     notes += [f"{value} goes along beside the hidden state, and is planned as an input" for value in beside]
+    frozen = sum(parameter.numel() for parameter in module.parameters() if not parameter.requires_grad)
+    notes += [f"{frozen:,} of {total:,} parameters are frozen, and planned as if they were trained"] if frozen else []
     notes += [f"{total - count:,} of {total:,} parameters are not in the plan"] if count < total else []
     more = (
         f"{count - total:,} parameters more than the {total:,} of the code: some are constants, or used more than once"

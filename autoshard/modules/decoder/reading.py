@@ -2,6 +2,7 @@
 
 import itertools
 import warnings
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -69,12 +70,14 @@ def made_decoder(where: str, *, on_meta: bool) -> tuple[torch.nn.Module, Mapping
 def with_constants(module: torch.nn.Module) -> torch.nn.Module:
     """Let weights that are frozen be buffers of a module, as tables of positions are: no run trains these.
 
-    The largest stay what they are where all together are more than a host has room for.
+    The largest stay what they are where all together are more than a host has room for: of one size, which equal
+    layers have, all or none.
     """
     weights = {id(weight): weight for weight in module.parameters() if not weight.requires_grad}
-    by_size = sorted(weights.values(), key=lambda weight: weight.numel())
-    ends = itertools.accumulate(weight.numel() for weight in by_size)
-    held = {id(weight) for weight, end in zip(by_size, ends, strict=True) if end <= MOST_FROZEN}
+    counts = Counter(weight.numel() for weight in weights.values())
+    ends = itertools.accumulate(size * count for size, count in sorted(counts.items()))
+    sizes = {size for size, end in zip(sorted(counts), ends, strict=True) if end <= MOST_FROZEN}
+    held = {number for number, weight in weights.items() if weight.numel() in sizes}
     buffers: dict[int, torch.Tensor] = {}  # a weight may have several names
     for submodule in module.modules():
         for name, weight in [*submodule.named_parameters(recurse=False)]:

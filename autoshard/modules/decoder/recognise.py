@@ -235,7 +235,9 @@ def _fused_attention(flow: SegmentFlow) -> Iterator[_AttentionSteps]:
 
 def _written_attention(flow: SegmentFlow) -> Iterator[_AttentionSteps]:
     """Yield attention that is written as two products of activations, with a softmax between them."""
-    products = [step for step in flow.segment.steps if step.sort == "product" and not [*parameters_of([step])]]
+    products = [
+        step for step in flow.segment.steps if step.sort == "product" and len(flow.operands(step)) == len(step.reads)
+    ]  # of what layers compute: no weight, trained or frozen
     for scores, mixed in itertools.permutations(products, 2):
         for number, read in enumerate(mixed.reads):
             between = flow.closure(read.value, [scores.makes])

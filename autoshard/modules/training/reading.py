@@ -24,8 +24,9 @@ from autoshard.modules.training.parts import joining
 from autoshard.plan.code import DataArgument, data_key
 from autoshard.plan.plan import Plan
 
-_FROZEN = f"is frozen, with more than the {MOST_FROZEN:,} numbers of such weights that every host holds whole"
-_UNFROZEN = "Let it require a gradient, or train by a loop of your own with autoshard.shard, which cuts frozen weights"
+_FROZEN = f"is frozen{{}}: more than the {MOST_FROZEN:,} numbers of such weights that every host holds whole"
+_UNFROZEN = "Train by a loop of your own with autoshard.shard, which cuts frozen weights, or let it require a gradient"
+_NO_GRADIENT = "gets no gradient from the logits{}, so that a run cannot train it. Make it a buffer"
 _FEWEST = 2  # sequences, so that a batch is a dim
 
 
@@ -116,13 +117,15 @@ def _faults(captured: Captured, arguments: Mapping[str, str]) -> Iterator[tuple[
 
 
 def _untrained(captured: Captured) -> Iterator[tuple[str, str]]:
-    """Yield the weights that would not be trained."""
-    for value in captured.program.values:
-        path = captured.parameters.get(value.name, "")
-        if path and path not in captured.exported.call.trained:
-            yield path, f"{_FROZEN}. {_UNFROZEN}"
-        elif path and value not in captured.program.trained:
-            yield path, "gets no gradient from the logits, so that a run cannot train it; make it a buffer"
+    """Yield the first of the weights that would not be trained, for each reason why."""
+    paths = {value: captured.parameters.get(value.name, "") for value in captured.program.values}
+    frozen = [path for path in paths.values() if path and path not in captured.exported.call.trained]
+    apart = [
+        path for value, path in paths.items() if path and value not in captured.program.trained and path not in frozen
+    ]
+    for alike, message in ((frozen, f"{_FROZEN}. {_UNFROZEN}"), (apart, _NO_GRADIENT)):
+        if alike:
+            yield alike[0], message.format(f", as {len(alike) - 1:,} more are" if len(alike) > 1 else "")
 
 
 def _read_beside(captured: Captured, arguments: Mapping[str, str]) -> Iterator[tuple[str, str]]:

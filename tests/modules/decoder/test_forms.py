@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from autoshard.errors import InputError
-from autoshard.modules.decoder.reading import decoder_of, read_decoder
+from autoshard.modules.decoder.reading import decoder_of, read_decoder, with_constants
 from tests.modules.decoder import decoders
 from tests.modules.decoder.decoders import LAYERS, TOKENS, VOCABULARY, Own, OwnLayer, of_transformers
 from tests.modules.decoder.test_lift import graph_of, lifted, on_meta, with_layers
@@ -89,6 +89,27 @@ class LowRank(Layer):
     def heads(self, x: torch.Tensor) -> Any:
         query = self.query(x) + self.second_of_two(self.first_of_two(x))
         return eight(query), eight(self.key(x)), eight(self.value(x))
+
+
+class Adapter(nn.Module):
+    """A matrix with another one of low rank beside it, as in LoRA."""
+
+    def __init__(self, ins: int, outs: int) -> None:
+        super().__init__()
+        self.base, self.scale = nn.Linear(ins, outs), 0.5
+        self.narrow, self.wide = nn.Linear(ins, 4, bias=False), nn.Linear(4, outs, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + self.wide(self.narrow(x)) * self.scale
+
+
+class Adapted(Layer):
+    """Some matrices have adapters, and norms the eps of torch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.mix, self.widen = Adapter(64, 64), Adapter(64, 64), Adapter(64, 88)
+        self.first, self.second = nn.RMSNorm(64), nn.RMSNorm(64)
 
 
 class Joined(Layer):
@@ -255,6 +276,7 @@ LIFTED: Mapping[str, tuple[Callable[[], nn.Module], tuple[str, ...]]] = {
     "tiled keys": (of(Tiled), ()),
     "a gate": (of(Gated), (f"layer: sigmoid_own (sigmoid) {WORK}",)),
     "queries of two products": (of(LowRank), ()),
+    "adapters": (of(Adapted), tuple(f"layer: mul_own{number} (mul) {WORK}" for number in ("", "_2", "_3"))),
     "a number": (of(Scaled), (f"layer: mul_own (mul) {WORK}",)),
     "norms by hand": (of(ByHand), ()),
     "scores with positions": (of(Biased), (BIASED,)),
@@ -312,6 +334,14 @@ def test_a_table_of_positions_as_long_as_the_sequence_is_in_the_plan_whole():
     model = read_decoder(module, 96)
     assert model.traced and not any("parameters" in note for note in model.traced.unlifted)
     assert model.num_parameters == sum(parameter.numel() for parameter in module.parameters())
+
+
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_the_rank_of_an_adapter_is_no_width_of_an_mlp(is_frozen: bool):
+    module: Any = with_layers(Adapted, Adapted)
+    for name, weight in module.blocks.named_parameters():
+        weight.requires_grad_(not is_frozen or ".wide." in name or ".query.narrow." in name)
+    assert read_decoder(with_constants(module), TOKENS).widths == (88,)
 
 
 def test_a_bias_that_is_joined_of_parts_is_that_of_queries_keys_and_values():

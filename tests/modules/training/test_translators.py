@@ -108,10 +108,18 @@ def test_weights_that_are_frozen_are_constants_as_long_as_a_host_holds_them():
     assert frozen_buffers(with_constants(module)) == ["0.weight"]
     assert [name for name, _ in module.named_parameters()] == ["1.weight", "1.bias", "2.weight"]
     assert [*module.state_dict()] == ["0.weight", "1.weight", "1.bias", "2.weight"]
+    alike = nn.ModuleList(nn.Linear(2**14, 2**13, bias=False, device="meta") for _ in range(3)).requires_grad_(False)
+    assert not frozen_buffers(with_constants(alike))  # so that equal layers stay alike
     gpt = Gpt()
     gpt.places.requires_grad_(False)  # as if it were too large
-    with pytest.raises(InputError, match=r"places\.weight: is frozen, with more than the 268,435,456 numbers of such"):
-        traced_code(gpt, plan_of(gpt, "tp=1,pp=1,dp=1,mbs=2"), Formats())
+    gpt.norm.requires_grad_(False)
+    plan = plan_of(gpt, "tp=1,pp=1,dp=1,mbs=2")
+    assert plan.model.traced and any("576 of" in note and "are frozen" in note for note in plan.model.traced.unlifted)
+    with pytest.raises(
+        InputError, match=r"places\.weight: is frozen, as 2 more are: more than the 268,435,456"
+    ) as refused:
+        traced_code(gpt, plan, Formats())
+    assert len(refused.value.faults) == 1
 
 
 @pytest.mark.slow

@@ -8,6 +8,10 @@ from autoshard.modules.program import Traced, TracedStep
 
 STATE_DIMS = 3  # batch, sequence, hidden size
 Steps = Sequence[TracedStep]
+_REMEDY = (
+    "The list must hold layers only, and the embedding come before; let that require a gradient, or train by a loop of "
+    "your own with autoshard.shard"
+)
 
 
 def earlier(steps: Steps) -> tuple[Traced, ...]:
@@ -35,8 +39,8 @@ def hidden_states(names: Sequence[str], parts: Sequence[Steps]) -> list[Traced]:
     """
     reads_of, states = [earlier(part) for part in parts], list[Traced]()
     for number, name in enumerate(names, 1):
-        reads, nothing = reads_of[number], "reads nothing that comes before; the list must hold layers only"
-        require((bool(reads), name, f"{nothing}, and the embedding come before"))
+        reads, nothing = reads_of[number], "reads nothing of a trained weight that comes before"
+        require((bool(reads), name, f"{nothing}. {_REMEDY}"))
         later = {value for values in reads_of[number + 1 :] for value in values}
         handed_on = read_behind(parts, number)[-1:]
         lost = "makes nothing that comes after it reads, so that it is no layer of a stack"
