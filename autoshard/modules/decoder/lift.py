@@ -228,5 +228,6 @@ def _refuse_shared(captured: Captured, stack: Stack) -> None:
     for segment in stack.layers:
         for read in parameters_of(segment.steps):
             first, path = owners.setdefault(read.value, segment.name), captured.parameters[read.value.name]
-            message = f"uses {path}, as {first} does; each layer must have weights of its own"
+            remedy = "Give each layer weights of its own, or train by a loop of your own with autoshard.shard"
+            message = f"uses {path}, as {first} does. {remedy}"
             require((first == segment.name, segment.name, message))

@@ -276,8 +276,9 @@ class LineWriter:
 
 
 def _in_one_order(dims: Dims, more: Dims) -> bool:
-    """Say whether two tensors have the dims that both have in the same order, as plain sums and products ask for."""
-    return [dim for dim in dims if dim in more] == [dim for dim in more if dim in dims]
+    """Say whether one tensor has the dims of the other in the same order, as plain sums and products ask for."""
+    shared = [dim for dim in dims if dim in more]
+    return shared == [dim for dim in more if dim in dims] and len(shared) == min(len(dims), len(more))
 
 
 def _with_groups(dims: Sequence[str]) -> list[str]:

@@ -145,7 +145,10 @@ def _ties(parts: Sequence[CodePart]) -> Mapping[str, str]:
     embed, head = parts[0], parts[-1]
     uses = Counter(path for part in parts for path in part.paths.values())
     by_ends = {*embed.paths.values()} & {*head.paths.values()}
-    message = "is used by a layer and elsewhere; each layer must have weights of its own"
+    message = (
+        "is used by a layer and elsewhere, and is larger than what goes on from layer to layer. Give each use a weight "
+        "of its own, or train by a loop of your own with autoshard.shard"
+    )
     require(*((count == 1 or (count == len(ENDS) and path in by_ends), path, message) for path, count in uses.items()))
     owners = {path: name for name, path in embed.paths.items()}
     return {name: owners[path] for name, path in head.paths.items() if path in by_ends}

@@ -1,6 +1,7 @@
 """A decoder of a user's code, made with its numbers and traced as a plan trains it."""
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -27,6 +28,7 @@ from autoshard.plan.plan import Plan
 _FROZEN = f"is frozen{{}}: more than the {MOST_FROZEN:,} numbers of such weights that every host holds whole"
 _UNFROZEN = "Train by a loop of your own with autoshard.shard, which cuts frozen weights, or let it require a gradient"
 _NO_GRADIENT = "gets no gradient from the logits{}, so that a run cannot train it. Make it a buffer"
+_OF_FORMATS = re.compile(r"RuntimeError: .*dtype", re.DOTALL)  # torch has no such function of several formats
 _FEWEST = 2  # sequences, so that a batch is a dim
 
 
@@ -84,8 +86,8 @@ def traced_code(
         exported = ExportedModule.of(module.train(), {**(inputs or {}), **examples})
         return read(exported, results=[trained_end(read(exported), of_tokens).name])
 
-    with without_caches(module), _in_format(module, dtype):
-        captured = captured_stack(module, traced, of_tokens)
+    with without_caches(module):
+        captured = _captured(module, dtype, lambda: captured_stack(module, traced, of_tokens))
     require(*((not why, where, why) for where, why in _faults(captured, arguments)))
     end = trained_end(captured, of_tokens)
     samples = dims_of_samples(captured, end)
@@ -139,10 +141,23 @@ def _read_beside(captured: Captured, arguments: Mapping[str, str]) -> Iterator[t
             yield f"inputs.{name}", f"is read beside {tokens}, and {what}; {remedy}"
 
 
+def _captured(module: torch.nn.Module, dtype: torch.dtype, trace: Callable[[], Captured]) -> Captured:
+    """Trace a module whose weights have a format; its buffers too where code joins them with what weights make."""
+    buffers = {path: buffer for path, buffer in module.named_buffers() if buffer.is_floating_point()}
+    try:
+        with _in_format(module, dtype, frozen_buffers(module)):
+            return trace()
+    except InputError as error:
+        if not _OF_FORMATS.search(str(error)) or all(buffer.dtype == dtype for buffer in buffers.values()):
+            raise
+    with _in_format(module, dtype, [*buffers]):
+        return trace()
+
+
 @contextmanager
-def _in_format(module: torch.nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """Give weights the format in which a plan computes, as long as a module is traced; buffers keep their own."""
-    tensors = [*module.parameters(), *(module.get_buffer(path) for path in frozen_buffers(module))]
+def _in_format(module: torch.nn.Module, dtype: torch.dtype, buffers: Collection[str]) -> Iterator[None]:
+    """Give weights and some buffers the format in which a plan computes, as long as a module is traced."""
+    tensors = [*module.parameters(), *map(module.get_buffer, buffers)]
     numbers = [(tensor, tensor.data) for tensor in tensors if tensor.is_floating_point()]
     try:
         for tensor, data in numbers:

@@ -20,8 +20,8 @@ from autoshard.spec.workload import Precision
 from tests.kit import local_plan
 from tests.modules.training import own_translators as own
 from tests.modules.training.code_cases import Compared, plan_of
-from tests.modules.training.own_decoders import Gpt
-from tests.modules.training.own_samples import Made
+from tests.modules.training.own_decoders import Gpt, biased
+from tests.modules.training.own_samples import HIDDEN, Layer, Made
 from tests.modules.training.own_translators import OF_TRANSFORMERS, SOURCE, TARGET, TRANSLATORS, Translator
 from tests.modules.training.sample_cases import compared_samples, plan_of_samples
 from tests.modules.training.test_code_samples import LAYOUTS
@@ -35,6 +35,7 @@ CUTS = [  # a cut in the encoder, one in the decoder, and one at each layer
     ("tp=1,pp=1,cp=2,dp=1,mbs=2,cp_order=contiguous", 2), ("tp=1,pp=2,vp=2,dp=1,mbs=2,schedule=zb_v", 2),
     ("tp=1,pp=2,dp=1,mbs=2,recompute=full", 2),
 ]  # fmt: skip
+MASKED = {"x": torch.randn(4, 16, HIDDEN), "order": torch.rand(4, 16)}
 
 
 def captured_of(module: nn.Module, inputs: Mapping[str, torch.Tensor]) -> tuple[Captured, Stack]:
@@ -128,6 +129,54 @@ def test_a_frozen_table_has_the_format_of_a_plan():
     table = "model.encoder.embed_positions.weight"
     assert code.graph.captured.exported.buffers[table] == torch.bfloat16
     assert code.buffers[table].dtype == torch.float32
+
+
+class PartlyBiased(nn.Module):
+    """A product of which a part has a bias that no training changes, in the format in which modules are made (BEiT)."""
+
+    def __init__(self, inner: nn.Linear) -> None:
+        super().__init__()
+        self.inner, self.bias, self.other = inner, nn.Parameter(torch.zeros(32)), nn.Buffer(torch.zeros(64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, self.inner.weight, torch.cat([self.bias, self.other]))
+
+
+def test_a_buffer_that_is_joined_with_weights_has_their_format():
+    module: Any = biased(is_causal=True, by_hand=False)
+    for layer in module.layers:
+        layer.attention = PartlyBiased(layer.attention)
+    code = traced_code(module, plan_of(module, "tp=1,pp=1,dp=1,mbs=2", precision="bf16"), Formats())
+    assert {*code.graph.captured.exported.buffers.values()} == {torch.bfloat16}
+
+
+class Masked(nn.Module):
+    """An encoder of some tokens, and a decoder of all: both, and the head, look places up in one table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places, self.encoder, self.out = (
+            nn.Embedding(16, HIDDEN),
+            nn.ModuleList([Layer(), Layer()]),
+            nn.Linear(HIDDEN, HIDDEN),
+        )
+        self.decoder = nn.ModuleList([Layer(), Layer()])
+
+    def forward(self, x: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+        (hidden, seen), rows = order.argsort(-1).split([12, 4], -1), torch.arange(len(x), device=x.device)[:, None]
+        y, unseen = x[rows, seen] + self.places(seen), self.places(hidden)
+        for layer in self.encoder:
+            y = layer(y)
+        y = torch.cat([y + self.places(seen), unseen], 1)
+        for layer in self.decoder:
+            y = layer(y)
+        return nn.functional.mse_loss(self.out(y[:, 4:] + self.places(hidden)), x[rows, hidden])
+
+
+def test_a_table_that_all_parts_read_is_planned_and_refused_by_a_run():
+    plan = plan_of_samples(lambda: (Masked(), MASKED), "tp=1,pp=1,dp=1,mbs=2")
+    with pytest.raises(InputError, match=r"^places\.weight: is used by a layer and elsewhere, .*autoshard\.shard$"):
+        traced_code(Masked(), plan, Formats(), MASKED)
 
 
 class Sharing(Translator):
