@@ -56,7 +56,7 @@ PRODUCTS = (
         title="jobs and pages",
         folders=("report", "jobs", "sweep"),
         reads=("spec", "plan", "run", "cost"),
-        glances=("layout", "schedule", "blocks", "search", "calibration", "runtime", "imports", "exports"),
+        glances=("layout", "schedule", "blocks", "search", "calibration", "runtime", "imports", "exports", "modules"),
     ),
     Product(
         title="other programs",

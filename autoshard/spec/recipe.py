@@ -163,7 +163,7 @@ def load_recipe(path: Path) -> Recipe:
 def _unknown(key: str) -> str:
     """Say what to write instead of a key that recipes do not have."""
     if key == "module":
-        return "is for autoshard plan alone. Make a plan of the code with it, and name that file here: plan: FILE"
+        return "is for autoshard plan and for sweeps. Make a plan of the code, and name that file: autoshard run FILE"
     return f"unknown key. {nearest(key, RECIPE_KEYS)}"
 
 

@@ -20,7 +20,9 @@ from autoshard.spec.recipe import RECIPES, SWEEPS, TRAINING_KEYS, Recipe, recipe
 
 MOST_POINTS = 100_000
 _PLAN = "plan"  # a key that stands for a whole question: the path of a plan file
-_FILES = ("model", "cluster", "calibration", _PLAN)  # keys that may name a file, whose contents belong to the question
+MODULE = "module"  # a key that stands for the model: FILE.py:FUNCTION of a torch.nn.Module
+# Keys that may name a file, whose contents belong to the question.
+_FILES = ("model", "cluster", "calibration", _PLAN, MODULE)
 _COMMA = re.compile(r",(?![^\[]*\])")  # between pinned keys, not inside brackets
 
 Entries = Mapping[str, Any]  # of a recipe
@@ -47,10 +49,15 @@ class SweepPoint:
         return Path(str(self.entries[_PLAN])) if _PLAN in self.entries else None
 
     @property
+    def module(self) -> str | None:
+        """The function that makes the model of the point, if that is read off its code."""
+        return str(self.entries[MODULE]) if MODULE in self.entries else None
+
+    @property
     def recipe(self) -> Recipe:
         """The recipe of the point: its question and its training; for a plan file, the nodes of that plan."""
         if self.plan is None:
-            return recipe_of(self.entries)
+            return recipe_of({"model" if key == MODULE else key: value for key, value in self.entries.items()})
         answered = load(self.plan)
         training = {key: value for key, value in self.entries.items() if key in TRAINING_KEYS}
         return recipe_of({"model": answered.model.name, "nodes": answered.cluster.num_nodes, **training})
@@ -66,7 +73,8 @@ class Sweep:
         base: Keys of a recipe, set for every point.
         grid: Keys of a recipe, each with a list of values: every combination is a point.
         zip: Keys with lists of one length, which go together.
-        list: Sets of keys, one for each point. The key plan names a plan file in the place of a question.
+        list: Sets of keys, one for each point. The key plan names a plan file in the place of a question, module a
+            FILE.py:FUNCTION in the place of a model.
         frontier: How many of the best plans of each question are points, the best one included.
         rehearse: With mode run: rehearse on at most so many ranks instead.
     """
@@ -165,6 +173,7 @@ def points_of_question(sweep: Sweep, base: Entries, override: Entries, folder: P
         entries[_PLAN] = str(folder / str(entries[_PLAN]))
         question_keys = sorted(entries.keys() - {_PLAN, *TRAINING_KEYS})
         require((not question_keys, _PLAN, f"has answered its question. Leave out {', '.join(question_keys)}"))
+    require((not {MODULE, "model"} <= {*entries}, MODULE, "is the model. Leave out model"))
     recipe = SweepPoint(id="", varied={}, entries=entries).recipe
     if sweep.mode == "run":
         seen = recipe.training.seen_from(folder)
@@ -172,6 +181,7 @@ def points_of_question(sweep: Sweep, base: Entries, override: Entries, folder: P
             entries = {**entries, key: {**entries[key], "sets": dict(sets)}} if key in entries else entries
     content: dict[str, Any] = {key: value for key, value in entries.items() if key not in TRAINING_KEYS}
     files = {key: Path(str(content[key])) for key in _FILES if key in content}
+    files |= {MODULE: Path(str(content[MODULE]).rpartition(":")[0])} if MODULE in content else {}
     digests = {key: _digest(path.read_bytes(), 64) if path.is_file() else None for key, path in files.items()}
     content["files"] = digests | EXTENSIONS.entries()
     if sweep.mode == "run":

@@ -7,9 +7,10 @@ from itertools import product
 from pathlib import Path
 
 from autoshard.errors import Fault, Faults, InputError
+from autoshard.extensions import user_function
 from autoshard.search.ask.api import request_of
 from autoshard.spec.recipe import QUESTION_KEYS, recipe_of
-from autoshard.sweep.points import Entries, Sweep, base_of, merged_entries
+from autoshard.sweep.points import MODULE, Entries, Sweep, base_of, merged_entries
 
 _OPTION = re.compile(r"--([a-z-]+)")
 
@@ -43,7 +44,7 @@ class SweepQuestions:
     def _of(self, override: Entries) -> tuple[Fault, ...]:
         """Return what is wrong with the question of a point, under the keys of its file."""
         entries = merged_entries(self._base, override)
-        question = {key: entries[key] for key in ("nodes", *QUESTION_KEYS) if key in entries}
+        question = {key: entries[key] for key in ("nodes", MODULE, *QUESTION_KEYS) if key in entries}
         if "plan" in entries:  # it was answered
             return ()
         text = json.dumps(question, sort_keys=True, default=str)
@@ -53,8 +54,11 @@ class SweepQuestions:
 
 
 def _faults_of(question: Entries) -> tuple[Fault, ...]:
-    recipe = recipe_of(question)
     try:
+        if MODULE in question:  # whose code is read when the point is planned
+            user_function(str(question[MODULE]), MODULE)
+            return ()
+        recipe = recipe_of(question)
         request_of(recipe.question, recipe.nodes)
     except InputError as error:
         return tuple(Fault(where=_key(fault.where), message=fault.message) for fault in error.faults)

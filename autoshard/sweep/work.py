@@ -31,7 +31,8 @@ from autoshard.search.ask.api import request_of
 from autoshard.search.ask.choice.doubt import DOUBT
 from autoshard.search.ask.no_plan import unanswered
 from autoshard.search.ask.planner import search
-from autoshard.spec.recipe import TRAINING_KEYS
+from autoshard.spec.model import ModelSpec
+from autoshard.spec.recipe import TRAINING_KEYS, Recipe
 from autoshard.sweep.points import SweepPoint
 from autoshard.version import __version__
 
@@ -103,7 +104,8 @@ def _planned(job: SweepJob) -> Iterator[tuple[SweepPoint, Plan | None]]:
             yield point, _written(read.plan, point, job.folder)
         return
     recipe = job.points[0].recipe
-    request = request_of(recipe.question, recipe.nodes)
+    module = job.points[0].module
+    request = request_of(recipe.question, recipe.nodes, _read_off(module, recipe) if module else None)
     count = max(point.choice for point in job.points)
     result = search(request, count, simple_within=DOUBT if count == 1 and request.objective == "time" else None)
     if not result.plans:
@@ -113,7 +115,23 @@ def _planned(job: SweepJob) -> Iterator[tuple[SweepPoint, Plan | None]]:
         plan = plans[point.choice - 1] if point.choice <= len(plans) else None
         if plan and point.choice > 1:  # of the others only outlines are found
             plan = request.with_lnc_of(plan.cluster.lnc).plan(plan.candidate, plan.engine)
-        yield point, plan and _written(plan, point, job.folder)
+        yield point, plan and _written(_with_code(plan, module) if module else plan, point, job.folder)
+
+
+def _read_off(module: str, recipe: Recipe) -> ModelSpec:
+    """Read a model off its code; torch starts only for this."""
+    from autoshard.modules.decoder.reading import decoder_of
+
+    return decoder_of(module, recipe.question.seq_len)
+
+
+def _with_code(plan: Plan, module: str) -> Plan:
+    """Add to a plan what a run needs of code that is no card."""
+    if plan.model.traced is None:
+        return plan
+    from autoshard.modules.training.planning import with_code
+
+    return with_code(plan, module)
 
 
 def _written(plan: Plan, point: SweepPoint, folder: Path) -> Plan:

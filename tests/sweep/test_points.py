@@ -91,7 +91,7 @@ FAULTY: list[tuple[dict[str, Any], str]] = [
     ({"zip": {"nodes": [1, 2], "lnc": [1]}, "base": TINY}, "zip: lists of one length go together, not of 1 and 2"),
     ({"base": TINY, "rehearse": 2}, "rehearse: is of mode run. Write mode: run"),
     ({"base": TINY, "frontier": 0}, "frontier: must be 1 to 100, not 0"),
-    ({"base": {"module": "mine.py:make"}, "grid": {"nodes": [1]}}, "module: is for autoshard plan alone. Make a plan"),
+    ({"base": {**TINY, "module": "mine.py:make"}, "grid": {"nodes": [1]}}, "module: is the model. Leave out model"),
     ({"base": TINY, "gird": {}}, "gird: unknown key. Did you mean grid?"),
     ({"base": {"nodes": 1}}, "model: missing"),
     ({"recipe": "nowhere.yaml"}, "nowhere.yaml: there is no such file"),

@@ -15,6 +15,7 @@ from autoshard.errors import InputError
 from autoshard.plan.codec import dump, load, plan_hash
 from autoshard.spec.cluster_catalogue import load_cluster
 from autoshard.sweep.points import Sweep
+from autoshard.sweep.questions import SweepQuestions
 from autoshard.sweep.table import RowFile, write_parquet, write_task
 from autoshard.sweep.work import SweepJob, job_rows, work_through
 from tests.sweep.sweep_cases import TINY, jobs, rows_in, tiny
@@ -32,6 +33,20 @@ def test_a_row_is_the_plan_that_the_planner_finds(tmp_path: Path):
     assert row["autoshard"] == autoshard.__version__ and row["at.ranks"] == 2
     assert all(value is None or isinstance(value, str | int | float) for value in row.values()), "rows are flat"
     json.dumps(row, allow_nan=False)
+
+
+def test_code_may_stand_in_the_place_of_a_model(tmp_path: Path):
+    base = {**TINY, "seq_len": 16, "fix": "tp=1,pp=1", "model": None}
+    sweep = tiny(base=base, grid={"module": ("tests.modules.training.own_decoders:Gpt",)})
+    SweepQuestions(sweep, tmp_path).refuse()
+    (job,) = jobs(sweep, tmp_path)
+    (row,) = job_rows(job)
+    plan = load(tmp_path / "plans" / f"{row['id']}.json")
+    assert (
+        row["status"] == "planned" and plan.code and plan.code.source.endswith("own_decoders:Gpt") and plan.code.order
+    )
+    with pytest.raises(InputError, match=r"module: there is no file mine\.py"):
+        SweepQuestions(tiny(base=base, grid={"module": ("mine.py:make",)}), tmp_path).refuse()
 
 
 def test_a_plan_file_is_not_searched_again_and_one_that_may_not_run_says_why(tmp_path: Path):

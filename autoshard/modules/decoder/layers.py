@@ -165,9 +165,9 @@ def _is_rank(dim: Dim, pieces: Sequence[Piece]) -> bool:
 
     What an MLP computes between its products is no sum and no product with a number.
     """
-    products = [(made, weight) for made, weight in _products_of(pieces) if dim in weight]
+    products = [(result, weight) for result, weight in _products_of(pieces) if dim in weight]
     around = [size_of(tuple(other for other in weight if other is not dim)) for _, weight in products]
-    is_between = {dim in made for made, _ in products} == {True, False} and dim.size < min(around)
+    is_between = {dim in result for result, _ in products} == {True, False} and dim.size < min(around)
     return is_between and not any(_acts(piece, dim) for piece in pieces if dim in piece.dims)
 
 
