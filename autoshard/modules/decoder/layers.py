@@ -141,12 +141,13 @@ def _notes(attend: Piece | None, pieces: Sequence[Piece], kind: str) -> Iterator
 
 
 def _inner_dims(pieces: Sequence[Piece], dims: Mapping[Dim, str]) -> list[Dim]:
-    """Return the dims of products that have no name yet, those of the largest weights first."""
-    counts = Counter[Dim]()
-    for _, weight_dims in _products_of(pieces):
+    """Return the dims between two products that have no name yet, those of the largest weights first."""
+    counts, summed = Counter[Dim](), set[Dim]()
+    for result_dims, weight_dims in _products_of(pieces):
+        summed |= {*weight_dims} - {*result_dims}
         for dim in weight_dims:
             counts[dim] += 0 if dim in dims else size_of(weight_dims)
-    return [dim for dim, count in counts.most_common() if count]
+    return [dim for dim, count in counts.most_common() if count and dim in summed]
 
 
 def _products_of(pieces: Sequence[Piece]) -> Iterator[tuple[Position, Position]]:

@@ -75,9 +75,9 @@ class ModuleTree:
             self.trained_by[flags] = frozenset(path for path, number in self.paths if flags[number])
         return self.trained_by[flags]
 
-    def modes(self) -> tuple[bool, ...]:
-        """Return of all modules whether they train."""
-        return tuple(map(dict.__getitem__, self.attributes, repeat("training")))
+    def modes(self) -> tuple[bool | None, ...]:
+        """Return of all modules whether they train; what torch.compile makes of a module says nothing by itself."""
+        return tuple(map(dict.get, self.attributes, repeat("training")))
 
 
 def tree_of(module: torch.nn.Module, trees: WeakKeyDictionary[torch.nn.Module, ModuleTree]) -> ModuleTree:

@@ -336,6 +336,31 @@ def test_a_table_of_positions_as_long_as_the_sequence_is_in_the_plan_whole():
     assert model.num_parameters == sum(parameter.numel() for parameter in module.parameters())
 
 
+class Routed(Layer):
+    """Experts in a loop, each for all tokens, with shares of which most are zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.experts = nn.Linear(64, 4), nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        shares, chosen = self.router(x).softmax(-1).topk(2)
+        for number, expert in enumerate(self.experts):
+            x = x + (shares * (chosen == number)).sum(-1, keepdim=True) * expert(x)
+        return super().forward(x)
+
+
+def test_a_dim_that_no_product_sums_over_is_no_width_of_an_mlp():
+    assert read_decoder(on_meta(of(Routed)), TOKENS).widths == (88,)
+
+
+def test_layers_that_are_compiled_are_read_as_they_were_before():
+    module: Any = on_meta(of(Wide))
+    plain = read_decoder(module, TOKENS)
+    module.blocks = nn.ModuleList(cast(nn.Module, torch.compile(block)) for block in module.blocks)
+    assert read_decoder(module, TOKENS) == plain
+
+
 @pytest.mark.parametrize("is_frozen", [False, True])
 def test_the_rank_of_an_adapter_is_no_width_of_an_mlp(is_frozen: bool):
     module: Any = with_layers(Adapted, Adapted)
