@@ -10,7 +10,7 @@ from autoshard.modules.decoder.naming import Roles, layer_names
 from autoshard.modules.decoder.pieces import Piece, is_same
 from autoshard.modules.decoder.segments import Segment
 from autoshard.modules.decoder.writing import LineWriter
-from autoshard.modules.dims import Dim, Position, size_of
+from autoshard.modules.dims import Dim, Position, factors, size_of
 from autoshard.modules.program import TracedStep, name_of
 from autoshard.spec.model import LAYER
 
@@ -19,7 +19,8 @@ _OF_ATTENTION = (
     "_softmax", "where",
 )  # fmt: skip
 _RANK = "rank"  # what a matrix of two factors has in common
-_LINEAR = {"add", "div", "dropout", "mul", "neg", "sub"}
+_LINEAR = {"add", "div", "dropout", "mul", "narrow", "neg", "select", "slice", "sub"}
+_MOST_ALIKE = 3  # operations that are named one by one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,10 +118,17 @@ def _traits_of_mlp(pieces: Sequence[Piece], names: Mapping[Piece, str], widths: 
 
 
 def opaque_notes(part: str, names: Mapping[Piece, str]) -> Iterator[str]:
-    """Say which operations of a part the planner knows by their work alone."""
+    """Say which operations of a part the planner knows by their work alone; many that are alike are one line."""
+    alike: dict[str, list[str]] = {}
     for piece, name in names.items():
         if piece.kind == "opaque":
-            yield f"{part}: {name} ({', '.join(dict.fromkeys(piece.functions))}) is planned by its work alone"
+            alike.setdefault(", ".join(dict.fromkeys(piece.functions)), []).append(name)
+    for functions, their_names in alike.items():
+        first, *more = their_names
+        if len(more) < _MOST_ALIKE:
+            yield from (f"{part}: {name} ({functions}) is planned by its work alone" for name in their_names)
+        else:
+            yield f"{part}: {first} and {len(more)} more ({functions}) are planned by their work alone"
 
 
 def _notes(attend: Piece | None, pieces: Sequence[Piece], kind: str) -> Iterator[str]:
@@ -141,13 +149,27 @@ def _notes(attend: Piece | None, pieces: Sequence[Piece], kind: str) -> Iterator
 
 
 def _inner_dims(pieces: Sequence[Piece], dims: Mapping[Dim, str]) -> list[Dim]:
-    """Return the dims between two products that have no name yet, those of the largest weights first."""
+    """Return the dims between two products that have no name yet: heads last, those of the largest weights first."""
     counts, summed = Counter[Dim](), set[Dim]()
     for result_dims, weight_dims in _products_of(pieces):
         summed |= {*weight_dims} - {*result_dims}
         for dim in weight_dims:
             counts[dim] += 0 if dim in dims else size_of(weight_dims)
-    return [dim for dim, count in counts.most_common() if count and dim in summed]
+    between = [dim for dim, count in counts.most_common() if count and dim in summed]
+    return sorted(between, key=lambda dim: dim not in _undivided(pieces))
+
+
+def _undivided(pieces: Sequence[Piece]) -> set[Dim]:
+    """Return the dims that are a dim of some matrix, which code does not divide, as it does into heads."""
+    positions = (
+        factors(position)
+        for piece in pieces
+        for step in piece.steps
+        for read in step.reads
+        if step.sort == "product" and read.value.origin != "made"
+        for position in read.value.positions
+    )
+    return {position[0] for position in positions if len(position) == 1}
 
 
 def _products_of(pieces: Sequence[Piece]) -> Iterator[tuple[Position, Position]]:
@@ -157,8 +179,8 @@ def _products_of(pieces: Sequence[Piece]) -> Iterator[tuple[Position, Position]]
             yield piece.dims, piece.weights[0].dims
         elif piece.kind == "opaque":
             for step in piece.steps if piece.inputs else ():
-                factors = (read.dims for read in step.reads if step.sort == "product" and read.value in piece.inputs)
-                yield from ((step.makes.dims, weight_dims) for weight_dims in factors)
+                constants = (read.dims for read in step.reads if step.sort == "product" and read.value in piece.inputs)
+                yield from ((step.makes.dims, weight_dims) for weight_dims in constants)
 
 
 def _is_rank(dim: Dim, pieces: Sequence[Piece]) -> bool:
@@ -168,7 +190,7 @@ def _is_rank(dim: Dim, pieces: Sequence[Piece]) -> bool:
     """
     products = [(result, weight) for result, weight in _products_of(pieces) if dim in weight]
     around = [size_of(tuple(other for other in weight if other is not dim)) for _, weight in products]
-    is_between = {dim in result for result, _ in products} == {True, False} and dim.size < min(around)
+    is_between = any(dim not in result for result, _ in products) and dim.size < min(around)
     return is_between and not any(_acts(piece, dim) for piece in pieces if dim in piece.dims)
 
 

@@ -206,9 +206,11 @@ class _AttentionSteps:
     is_causal: bool = False
 
     def is_usual(self, flow: SegmentFlow, tokens: Position) -> bool:
-        """Say whether it is along the tokens of the stack, with heads of one size that nothing mixes."""
-        is_along = {*tokens} <= {*flow.root(self.reads[0].value).dims}
-        return is_along and size_of(self.head) == size_of(self.value_head) and not self._mixes()
+        """Say whether it is along the tokens of the stack, of what the layer makes, with heads that nothing mixes."""
+        roots = [flow.root(read.value) for read in self.reads]
+        is_along = {*tokens} <= {*roots[0].dims}
+        is_of_layer = all(root.origin == "made" for root in roots)  # what goes along is planned as an input
+        return is_along and is_of_layer and size_of(self.head) == size_of(self.value_head) and not self._mixes()
 
     def _mixes(self) -> bool:
         """Say whether scores are multiplied on their way to the values, as weights mix those of heads."""

@@ -108,7 +108,8 @@ class Adapted(Layer):
 
     def __init__(self) -> None:
         super().__init__()
-        self.query, self.mix, self.widen = Adapter(64, 64), Adapter(64, 64), Adapter(64, 88)
+        self.query, self.key, self.value, self.mix = (Adapter(64, 64) for _ in range(4))
+        self.widen = Adapter(64, 88)
         self.first, self.second = nn.RMSNorm(64), nn.RMSNorm(64)
 
 
@@ -276,7 +277,7 @@ LIFTED: Mapping[str, tuple[Callable[[], nn.Module], tuple[str, ...]]] = {
     "tiled keys": (of(Tiled), ()),
     "a gate": (of(Gated), (f"layer: sigmoid_own (sigmoid) {WORK}",)),
     "queries of two products": (of(LowRank), ()),
-    "adapters": (of(Adapted), tuple(f"layer: mul_own{number} (mul) {WORK}" for number in ("", "_2", "_3"))),
+    "adapters": (of(Adapted), ("layer: mul_own and 4 more (mul) are planned by their work alone",)),
     "a number": (of(Scaled), (f"layer: mul_own (mul) {WORK}",)),
     "norms by hand": (of(ByHand), ()),
     "scores with positions": (of(Biased), (BIASED,)),
@@ -350,8 +351,42 @@ class Routed(Layer):
         return super().forward(x)
 
 
-def test_a_dim_that_no_product_sums_over_is_no_width_of_an_mlp():
+class Linear(Layer):
+    """Scores are no probabilities."""
+
+    def mixed(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+        places = torch.arange(len(seen), device=seen.device)
+        decay = 0.5 ** (places[:, None] - places).clamp(min=0) * seen
+        return (query @ key.mT * decay) @ value
+
+
+def test_a_dim_that_no_product_sums_over_and_heads_are_no_width_of_an_mlp():
     assert read_decoder(on_meta(of(Routed)), TOKENS).widths == (88,)
+    assert read_decoder(on_meta(of(Linear)), TOKENS).ffn == 88
+
+
+class Reading(Own):
+    """Layers of a second list attend to keys and values that the first list makes once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.others, self.pair = nn.ModuleList([PaddedLayer(), PaddedLayer()]), nn.Linear(64, 128)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.words(tokens)
+        for block in self.blocks:
+            x = block(x)
+        key, value = map(eight, self.pair(x).chunk(2, -1))
+        for layer in self.others:
+            reader = cast(Any, layer)
+            mixed = reader.mixed(eight(reader.query(x)), key, value, causal(x))
+            x = x + reader.mix(mixed.transpose(1, 2).reshape(x.shape))
+        return self.out(self.norm(x))
+
+
+def test_attention_to_what_goes_along_is_planned_by_its_work():
+    traced = read_decoder(on_meta(Reading), TOKENS).traced
+    assert traced and any(note.startswith("layer_2: matmul_") and note.endswith(WORK) for note in traced.unlifted)
 
 
 def test_layers_that_are_compiled_are_read_as_they_were_before():
