@@ -119,11 +119,11 @@ def _traits_of_mlp(pieces: Sequence[Piece], names: Mapping[Piece, str], widths: 
 
 def opaque_notes(part: str, names: Mapping[Piece, str]) -> Iterator[str]:
     """Say which operations of a part the planner knows by their work alone; many that are alike are one line."""
-    alike: dict[str, list[str]] = {}
+    names_by_work: dict[str, list[str]] = {}
     for piece, name in names.items():
         if piece.kind == "opaque":
-            alike.setdefault(", ".join(dict.fromkeys(piece.functions)), []).append(name)
-    for functions, their_names in alike.items():
+            names_by_work.setdefault(", ".join(dict.fromkeys(piece.functions)), []).append(name)
+    for functions, their_names in names_by_work.items():
         first, *more = their_names
         if len(more) < _MOST_ALIKE:
             yield from (f"{part}: {name} ({functions}) is planned by its work alone" for name in their_names)

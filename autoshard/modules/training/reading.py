@@ -122,12 +122,12 @@ def _untrained(captured: Captured) -> Iterator[tuple[str, str]]:
     """Yield the first of the weights that would not be trained, for each reason why."""
     paths = {value: captured.parameters.get(value.name, "") for value in captured.program.values}
     frozen = [path for path in paths.values() if path and path not in captured.exported.call.trained]
-    apart = [
+    unreached = [
         path for value, path in paths.items() if path and value not in captured.program.trained and path not in frozen
     ]
-    for alike, message in ((frozen, f"{_FROZEN}. {_UNFROZEN}"), (apart, _NO_GRADIENT)):
-        if alike:
-            yield alike[0], message.format(f", as {len(alike) - 1:,} more are" if len(alike) > 1 else "")
+    for untrained, message in ((frozen, f"{_FROZEN}. {_UNFROZEN}"), (unreached, _NO_GRADIENT)):
+        if untrained:
+            yield untrained[0], message.format(f", as {len(untrained) - 1:,} more are" if len(untrained) > 1 else "")
 
 
 def _read_beside(captured: Captured, arguments: Mapping[str, str]) -> Iterator[tuple[str, str]]:
