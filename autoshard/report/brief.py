@@ -48,9 +48,10 @@ def brief_sheets(
     shown = shown_answers(answers, written)
     if len(shown) > 1:
         yield Sheet(tables=[answers_beside(plan, shown, written)])
-    lines = [*program_lines(plan), *doubts(prediction_of(plan).outside, _MOST_DOUBTS)]
+    lines = [Words(line, "warning") for line in program_lines(plan)]
+    lines += doubts(prediction_of(plan).outside, _MOST_DOUBTS)
     basis = Words(f"prediction {prediction_of(plan).basis.partition(':')[0]}", "soft")
-    yield Sheet(notes=[*_misfit(plan), *(Words(line, "warning") for line in lines), basis])
+    yield Sheet(notes=[*_misfit(plan), *lines, basis])
     choices = "|".join(answer.name for answer in answers if answer.name != written)
     more = Fact("more", f"-v shows stages, runners-up and sources; --choose {choices} writes another answer")
     yield Sheet(facts=[*([Fact("next", Words(next_step, "code"))] if next_step else []), more])

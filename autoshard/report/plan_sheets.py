@@ -15,6 +15,7 @@ from autoshard.report.words import (
     axes_words,
     compiled_words,
     counted,
+    large_words,
     layers_of,
     layout_words,
     nodes_of,
@@ -44,7 +45,6 @@ _SIZES = {  # columns of memory where a line is short -> the parts that each add
 _DAY_S = 86_400
 _NO_GAIN = 5e-4  # share of a step that is printed as 0.0%
 _LEAST_SHARE = 0.005  # of the time that is worth a word
-_LARGE = ((1e12, "trillion"), (1e9, "billion"), (1e6, "million"), (1e3, "thousand"))
 _PLACE = ("rank", "layers", "nodes")  # columns of neighbouring pipeline ranks
 _LINE = "write: "  # before a line of a plan file that can be pasted
 _FEATURES = {  # what rows may lack -> how a plan has it
@@ -130,9 +130,10 @@ def plan_warnings(plan: Plan) -> list[Words]:
     prediction = prediction_of(plan)
     missing = prediction.peak_bytes - prediction.capacity_bytes
     full = f"does not fit: {format_bytes(missing)} too much on the fullest rank"
-    lines = [*program_lines(plan), *doubts(prediction.outside), *_reserved_lines(plan)]
-    lines += [compiled_words(prediction.compiling)] if prediction.compiling else []
-    return [*([Words(full, "bad")] if missing > 0 else []), *(Words(line, "warning") for line in lines)]
+    warnings = [Words(full, "bad")] if missing > 0 else []
+    warnings += [Words(line, "warning") for line in program_lines(plan)]
+    compiled = [Words(compiled_words(prediction.compiling), "soft")] if prediction.compiling else []
+    return [*warnings, *doubts(prediction.outside), *_reserved_words(plan), *compiled]
 
 
 def question_words(plan: Plan) -> Cell:
@@ -189,21 +190,24 @@ def _short_percent(share: float) -> str:
     return f"{100 * share:.3g}%"
 
 
-def _reserved_lines(plan: Plan) -> list[str]:
-    """Say how far the peak of memory is known where an allocator reserves more than is in use."""
+def _reserved_words(plan: Plan) -> list[Words]:
+    """Say how far the peak is known where an allocator reserves more than is in use, and whether it may not fit."""
     interval, usable = prediction_of(plan).peak_interval_bytes, plan.cluster.rank_memory_bytes
     if not interval:
         return []
     low, high = map(format_bytes, interval)
     words = f"peak memory is {low} to {high}, by what PyTorch's allocator reserved in published runs"
-    return [f"{words}, and a rank has {format_bytes(usable)}" if interval[1] > usable else words]
+    spills = f", and a rank has {format_bytes(usable)}" if interval[1] > usable else ""
+    return [Words(words + spills, "warning" if spills else "soft")]
 
 
-def doubts(outside: Mapping[str, str], most: int | None = None) -> Iterator[str]:
-    """Say of what a prediction has no measured run: of the first ``most``, or of all.
+def doubts(outside: Mapping[str, str], most: int | None = None) -> Iterator[Words]:
+    """Say of what a prediction has no measured run, of the first ``most`` or of all; warn where it errs to one side.
 
-    >>> list(doubts({"recompute": "mixed, and rows have full, none", "mfu": "63% without masked pairs"}))
-    ['less certain: no measured run mixed recompute kinds', 'likely too fast: MFU 63% without masked pairs']
+    >>> for line in doubts({"recompute": "mixed, and rows have full, none", "mfu": "63% of all pairs"}):
+    ...     print(line.kind, line.text, sep=": ")
+    soft: less certain: no measured run mixed recompute kinds
+    warning: likely too fast: MFU 63% of all pairs
     """
     features = {feature: text for feature, text in outside.items() if feature != "mfu"}
     for feature, text in [*features.items()][:most]:
@@ -211,21 +215,11 @@ def doubts(outside: Mapping[str, str], most: int | None = None) -> Iterator[str]
         have = _FEATURES.get(feature, feature + " {}").format(value)
         lacks = "mixed recompute kinds" if (feature, value) == ("recompute", "mixed") else f"had {have}"
         runs = f" (they had {rows})" if rows and lacks.startswith("had") else ""
-        yield f"less certain: no measured run {lacks}{runs}"
+        yield Words(f"less certain: no measured run {lacks}{runs}", "soft")
     if most is not None and len(features) > most:
-        yield f"less certain in {len(features) - most} points more; -v names them"
+        yield Words(f"less certain in {len(features) - most} points more; -v names them", "soft")
     if "mfu" in outside:
-        yield f"likely too fast: MFU {outside['mfu']}"
-
-
-def large_words(count: float) -> str:
-    """Write a large number as people say it.
-
-    >>> large_words(3.574e9), large_words(15e12), large_words(512)
-    ('3.57 billion', '15 trillion', '512')
-    """
-    unit, word = next(((unit, f" {word}") for unit, word in _LARGE if count >= unit), (1.0, ""))
-    return f"{count / unit:,.2f}".rstrip("0").rstrip(".") + word
+        yield Words(f"likely too fast: MFU {outside['mfu']}", "warning")
 
 
 def day_fact(plan: Plan, dollars: Node) -> Fact:

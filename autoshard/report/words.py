@@ -25,6 +25,7 @@ TIME_WORDS = {
     "update": "optimizer update",
     "fixed": "fixed time of every step",
 }
+_LARGE = ((1e12, "trillion"), (1e9, "billion"), (1e6, "million"), (1e3, "thousand"))
 _AXES = {"tp": "tensor", "cp": "context", "pp": "pipeline", "dp": "data"}
 _MOST_CHUNKS = 3  # whose layers a row names
 _MOST_KINDS = 2  # of recompute that a row names
@@ -210,6 +211,16 @@ def program_lines(plan: Plan) -> list[str]:
         return unlifted
     runs = "`autoshard run` uses autoshard's torch engine, whose seconds are those of a plan without kernels="
     return [*unlifted, f"time and memory are those of {software_of(plan)}; {runs}"]
+
+
+def large_words(count: float) -> str:
+    """Write a large number as people say it.
+
+    >>> large_words(3.574e9), large_words(15e12), large_words(512)
+    ('3.57 billion', '15 trillion', '512')
+    """
+    unit, word = next(((unit, f" {word}") for unit, word in _LARGE if count >= unit), (1.0, ""))
+    return f"{count / unit:,.2f}".rstrip("0").rstrip(".") + word
 
 
 def kept_free_words(plan: Plan) -> str:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 
 from autoshard.report.page.elements import Content, Markup, tag
 from autoshard.units import format_seconds
@@ -12,7 +13,10 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 74, 20, 24, 44
 _ROOM = 0.06  # of the range that stays free at both ends
 _MOST_COLOURS = 8
 _DECADE = 10
-_NEAR_X, _NEAR_Y = 60, 14  # labels that are nearer than that would overlap
+_TOUCHING = 10  # dots with a label that are no further apart share it
+_NAME_BASE = 12  # on which the name of the axis upwards stands
+_LINE = 14  # the height of a label
+_MOST_LINES = 3  # between a dot and its label
 _LETTER = 8  # the width of one, at most
 
 
@@ -89,6 +93,30 @@ class _Scale:
         return [number * step for number in range(math.ceil(low / step), math.floor(high / step) + 1)]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Box:
+    """Where a label stands, or a dot lies; ``base`` is the line that letters stand on."""
+
+    start: float
+    end: float
+    base: float
+    text: str = ""
+    side: str = ""
+
+    def meets(self, box: "_Box") -> bool:
+        """Whether one lies over the other."""
+        return self.start < box.end and box.start < self.end and abs(self.base - box.base) < _LINE
+
+    @property
+    def drawn(self) -> Markup:
+        """The label."""
+        return tag("text", self.text, x=self.start if self.side == "start" else self.end, y=self.base, class_=self.side)
+
+
+def _around(dot: tuple[float, float]) -> _Box:
+    return _Box(start=dot[0] - 5, end=dot[0] + 5, base=dot[1] + 5)
+
+
 def _frame(x: _Scale, y: _Scale) -> list[Markup]:
     """Return the grid, the numbers and the names of both axes."""
     lines: list[Markup] = []
@@ -104,7 +132,7 @@ def _frame(x: _Scale, y: _Scale) -> list[Markup]:
             end = x(tick) + half
     middle = (_LEFT + _WIDTH - _RIGHT) / 2
     lines.append(tag("text", x.axis.name, x=middle, y=_HEIGHT - 6, class_="middle axis"))
-    lines.append(tag("text", y.axis.name, x=4, y=12, class_="axis"))
+    lines.append(tag("text", y.axis.name, x=4, y=_NAME_BASE, class_="axis"))
     return lines
 
 
@@ -114,23 +142,38 @@ def _figure(title: str, about: str, content: Content, legend: Content = None) ->
 
 
 def _dots(points: Iterable[Dot], x: _Scale, y: _Scale) -> tuple[list[Markup], list[Markup]]:
-    """Return points, and labels; those of points that lie upon each other share a line."""
-    dots, names = list[Markup](), dict[tuple[int, int], list[str]]()
+    """Return points and labels; points at one place are one dot, and labelled dots that touch share a label."""
+    places = dict[tuple[float, float], list[Dot]]()
     for point in points:
-        across, down = x(point.x), y(point.y)
-        dots.append(
-            tag("circle", cx=across, cy=down, r=5 if point.label else 3.5, class_=point.kind, data_tip=point.tip)
-        )
-        if point.label:
-            near = ((a, b) for a, b in names if abs(a - across) < _NEAR_X and abs(b - down) < _NEAR_Y)
-            names.setdefault(next(near, (round(across), round(down))), []).append(point.label)
-    labels = list[Markup]()
-    for (across, down), texts in names.items():
-        text = ", ".join(texts)
-        side = "end" if across + _LETTER * len(text) > _WIDTH else "start"
-        up = max(_TOP + 8, down - 8)
-        labels.append(tag("text", text, x=across + (-8 if side == "end" else 8), y=up, class_=side))
-    return dots, labels
+        places.setdefault((x(point.x), y(point.y)), []).append(point)
+    dots, names = list[Markup](), dict[tuple[float, float], list[str]]()
+    for (across, down), here in places.items():
+        labels = [point.label for point in here if point.label]
+        tip = "; ".join(dict.fromkeys(point.tip for point in here))
+        size = 5 if labels else 3.5
+        dots.append(tag("circle", cx=across, cy=down, r=size, class_=here[-1].kind, data_tip=tip))
+        if labels:
+            near = (at for at in names if math.dist(at, (across, down)) < _TOUCHING)
+            names.setdefault(next(near, (across, down)), []).extend(labels)
+    boxes = [_Box(start=0, end=_LETTER * len(y.axis.name), base=_NAME_BASE)]
+    for at, texts in names.items():
+        text = ", ".join(dict.fromkeys(texts))
+        boxes.append(_label_box(at, text, [*boxes, *(_around(place) for place in names)]))
+    return dots, [box.drawn for box in boxes[1:]]
+
+
+def _label_box(at: tuple[float, float], text: str, taken: Sequence[_Box]) -> _Box:
+    """Return the first place beside a dot, then below and above, where a label covers nothing and is not cut."""
+    (across, down), width = at, _LETTER * len(text)
+    sides = {"start": across + 8, "end": across - 8 - width}
+    away = sorted(range(-_MOST_LINES, _MOST_LINES + 1), key=lambda lines: (abs(lines), -lines))
+    boxes = [
+        _Box(text=text, side=side, start=start, end=start + width, base=max(_NAME_BASE, down - 8 + lines * _LINE))
+        for lines, (side, start) in product(away, sides.items())
+    ]
+    inside = [box for box in boxes if box.start >= _LEFT and box.end <= _WIDTH]
+    inside = [box for box in inside if box.base < _HEIGHT - _BOTTOM]
+    return next((box for box in inside if not any(map(box.meets, taken))), (inside or boxes)[0])
 
 
 def scatter(title: str, points: Sequence[Dot], x_axis: Axis, y_axis: Axis) -> Markup:

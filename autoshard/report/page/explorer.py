@@ -58,7 +58,7 @@ def answer_fragment(shown: Shown, data: Node) -> Markup:
         about.append(("all tokens: ", total_words(plan, shown.total_tokens)))
     if answers.defaults:
         about.append(f"assumed {answers.defaults}")
-    about += [Words(remark, "warning") for remark in answers.remarks]
+    about += answers.remarks
     beside = shown_answers(answers.answers, shown.answer.name)
     tables = [answers_beside(plan, beside, shown.answer.name)] if len(beside) > 1 else []
     parts: list[Content] = [notes(lines), plan_head(shown.plan, data["plans"][0]), notes(about)]

@@ -4,11 +4,10 @@ from collections.abc import Iterator
 
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.plan import Plan
-from autoshard.report.answers import plan_words, slower_words
+from autoshard.report.answers import plan_words
 from autoshard.report.page.shown import ShownPlan
-from autoshard.report.plan_sheets import large_words
 from autoshard.report.sheet import Bar, Cell, Fact, Node, Table, Words, plain
-from autoshard.report.words import TIME_WORDS, counted, layout_words, prediction_of, share_words, time_bar
+from autoshard.report.words import TIME_WORDS, counted, large_words, layout_words, prediction_of, share_words, time_bar
 from autoshard.spec.cluster import LOCAL
 from autoshard.units import format_at_most, format_bytes, format_count, format_dollars, format_seconds
 
@@ -59,9 +58,10 @@ def _against(plan: Plan, figures: Node) -> str:
 
 
 def _whose(answer: Node) -> str:
-    if answer["name"].value == "fsdp":
-        return "FSDP"
-    return f"the layout that {answer['why'].value.partition(', for ')[0]} documents"
+    why = answer["why"].value
+    if answer["name"].value == "other":
+        return why.replace("the fastest", "the fastest layout", 1)
+    return "FSDP" if answer["name"].value == "fsdp" else f"the layout that {why.partition(', for ')[0]} documents"
 
 
 def _run_sentence(run: Node) -> Words:
@@ -128,8 +128,7 @@ def beside_table(shown: ShownPlan, figures: Node) -> Table | None:
     rivals, prediction = others_of(figures), figures["prediction"]
     if not rivals:
         return None
-    step_s, candidate = prediction["step_time_s"].value, figures["candidate"].value
-    records = [answer for answer in figures["search"]["answers"] if answer["candidate"].value == candidate]
+    step_s = prediction["step_time_s"].value
     sides = [prediction, *rivals]
     longest_s = max(side["step_time_s"].value for side in sides)
     parts = [side["time_parts"] for side in sides]
@@ -139,7 +138,6 @@ def beside_table(shown: ShownPlan, figures: Node) -> Table | None:
         ["layout", layout_words(shown.plan), *map(_layout, rivals)],
         ["step", *(side["step_time_s"].figure() for side in sides)],
         ["against this plan", "", *(_more(answer, step_s) for answer in rivals)],
-        ["against the fastest, 80% interval", slower_words(records[0]) if records else "", *map(slower_words, rivals)],
         ["speed", *speeds],
         ["memory of the fullest rank", *sizes],
     ]
@@ -156,7 +154,7 @@ def beside_table(shown: ShownPlan, figures: Node) -> Table | None:
 
 def _layout(answer: Node) -> Cell:
     words = plan_words(Candidate.parse(answer["candidate"].value))
-    refused = [Words(f"; may not run: {reason}", "bad") for reason in answer["against"].value]
+    refused = [Words(f"; may not run: {reason.partition('; ')[0]}", "bad") for reason in answer["against"].value]
     return (words, *refused)
 
 

@@ -107,6 +107,6 @@ def _starts_words(progress: RunProgress) -> str:
     """Say how often the run was started, and how often that failed."""
     if not progress.starts:
         return "none has come to its first step"
-    after = ", ".join(str(step) for step in progress.starts[-_FEW:])
+    after = ", ".join(f"after step {step}" if step else "from the beginning" for step in progress.starts[-_FEW:])
     failed = f"; {len(progress.failures)} failed" if progress.failures else ""
-    return f"{len(progress.starts)}, after step {after}{failed}"
+    return f"{len(progress.starts)}: {after}{failed}"

@@ -163,8 +163,10 @@ def test_no_text_of_a_chart_lies_over_another_or_outside(width: int, tab: Tab, t
     few = Axis(name="the name of an axis", text=format_seconds)
     nodes = Axis(name="nodes", text="{:g}".format, ticks=tuple(range(1000, 1040)))
     dots = [Dot(x=1000 + place, y=1e-3 * (1.0 + place), tip="", label=f"plan {place}") for place in (0, 39)]
+    places = {"fastest": (3.37, 77.4), "fsdp": (3.73, 78.1), "simple": (3.49, 79.0), "plan": (3.49, 79.0)}
+    close = [Dot(x=x, y=y, tip="", label=name) for name, (x, y) in places.items()]
     drawn = [scatter("a", [replace(dots[0], label="four plans, " * 3), dots[1]], nodes, few),
-             line_chart("b", [Line(name="one", points=dots)], few, few)]  # fmt: skip
+             line_chart("b", [Line(name="one", points=dots)], few, few), scatter("c", close, few, few)]  # fmt: skip
     page = tmp_path / "page.html"
     page.write_text(document("charts", [("charts", "Charts", tag("div", drawn, class_="charts"))]), encoding="utf-8")
     tab.open(page, width)
@@ -176,7 +178,8 @@ def test_no_text_of_a_chart_lies_over_another_or_outside(width: int, tab: Tab, t
       return all.filter((one, n) => one[1].left < whole.left || one[1].right > whole.right
         || all.some((other, m) => m > n && hit(one, other))).map(([text]) => text);
     })"""
-    assert tab.value(boxes) == [[], []]
+    assert tab.value(boxes) == [[], [], []]
+    assert tab.value("document.querySelectorAll('.chart')[2].querySelectorAll('circle').length") == 3
 
 
 def test_a_step_of_128_micro_batches_stays_smooth(tab: Tab, tmp_path: Path):

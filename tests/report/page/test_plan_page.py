@@ -14,12 +14,14 @@ from autoshard.plan.diff import diff
 from autoshard.plan.plan import Plan
 from autoshard.report.comparison import sentences
 from autoshard.report.page.elements import tag
+from autoshard.report.page.headline import headline
 from autoshard.report.page.mesh_drawing import mesh_section
 from autoshard.report.page.runs import figures_of
 from autoshard.report.page.shown import page_json
 from autoshard.report.page.stretch import stretch_of
 from autoshard.report.page.timeline import MOST_ACTIONS, MOST_MEMORIES, memory_charts, timeline
 from autoshard.report.sheet import Node
+from autoshard.report.words import prediction_of
 from autoshard.search.bound.request import plan_at
 from autoshard.units import format_bytes, format_count, format_dollars, format_seconds
 from tests.report.page.pages import page_named, page_of, plan_named, read, shown
@@ -223,8 +225,30 @@ def test_the_plan_stands_beside_what_others_run():
     rows = {row.every("th")[0].whole_text: row for row in section.every("tbody")[0].every("tr")}
     steps = [cell.whole_text for cell in rows["step"].every("td")]
     assert steps[1:] == [format_seconds(answers[name]["step_time_s"]) for name in heads[2:]]
+    assert [name for name in rows if name.startswith("against")] == ["against this plan"], "one sense of more and less"
     for name, cell in zip(heads[2:], rows["compute"].every("td")[1:], strict=True):
         assert cell.whole_text == format_seconds(answers[name]["time_parts"]["compute"])
+
+
+@pytest.mark.parametrize(
+    ("name", "why", "said"),
+    [
+        ("other", "the fastest found without a pipeline", "those of the fastest layout found without a pipeline."),
+        (
+            "vendor",
+            "AWS NxD Training 2.26, for llama3-70b",
+            "those of the layout that AWS NxD Training 2.26 documents.",
+        ),
+        ("fsdp", "the fastest found with FSDP", "those of FSDP."),
+    ],
+)
+def test_the_sentence_names_what_the_plan_is_compared_with(name: str, why: str, said: str):
+    page = shown("small", plan_named("small"))
+    figures = page_json([page], (), None)["plans"][0]
+    twice_s = 2 * prediction_of(page.plan).step_time_s
+    answer = {"name": name, "why": why, "candidate": "tp=2", "against": [], "step_time_s": twice_s}
+    words = headline(page, Node({**figures, "search": {"answers": [answer]}}), Node(None))
+    assert words.text.endswith(f"by prediction; its steps are 50% shorter than {said}")
 
 
 def test_more_than_eight_stages_are_told_apart_by_number_and_by_colour():

@@ -43,7 +43,7 @@ def test_failures_are_shown_once(tmp_path: Path) -> None:
     made_run(tmp_path, steps_of(40, age_s=90), notes=(FROM, ends[0], FROM, ends[1]))
     text = printed(progress_report(seen(tmp_path)), width=100)
     assert text.count("rank 1 died") == text.count("rank 0 died") == text.count("by 1") == 1 and "by 0" not in text
-    assert "starts      2, after step 0, 0; 2 failed" in text
+    assert "starts      2: from the beginning, from the beginning; 2 failed" in text
 
 
 def test_the_command_prints_one_picture_and_says_by_its_code_whether_all_is_well(
