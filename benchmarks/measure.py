@@ -5,11 +5,15 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
+from autoshard.commands.progress import StatusLine
 from autoshard.errors import RunFailed
+
+Value = TypeVar("Value")
 
 # Runs in a small process between us and the command: on Linux the memory of the process that forks counts
 # towards the peak of the process that it starts, so a large parent would hide a small command.
@@ -33,6 +37,15 @@ class Usage:
 
     cpu_s: float
     peak_bytes: int
+
+
+def counted_off(values: Iterable[Value], what: str) -> Iterator[Value]:
+    """Yield values, and say on stderr which of them is worked on: on a terminal in one line, elsewhere every 10 s."""
+    all_values, line = list(values), StatusLine(logs=True)
+    for number, value in enumerate(all_values, 1):
+        line.show(f"{what} {number} of {len(all_values)}")
+        yield value
+    line.clear()
 
 
 def measure(command: Sequence[str], *, cwd: Path, env: Mapping[str, str] | None = None) -> Usage:

@@ -15,7 +15,7 @@ from pathlib import Path
 from autoshard.spec.cluster import LOCAL
 from autoshard.spec.cluster_catalogue import cluster_names, load_cluster
 from autoshard.spec.model_catalogue import load_config, model_names
-from benchmarks.measure import Usage, measure, warm_environment, yardstick_s
+from benchmarks.measure import Usage, counted_off, measure, warm_environment, yardstick_s
 from benchmarks.result import Extra, Result
 
 BAR_S, NO_PLAN_BAR_S = 4.0, 3.0
@@ -94,7 +94,7 @@ def measured(asked: Iterable[Question]) -> tuple[list[Answered], dict[str, str]]
         (place / "autoshard").write_text(_SCRIPT, encoding="utf-8")
         env = warm_environment(Path(__file__).parents[1], place / "bytecode")
         _answered(("--model", "tiny-llama", "--cluster", LOCAL), place, env)  # compiles, and is not counted
-        for question in asked:
+        for question in counted_off(asked, "question"):
             found.append(_answered(question, place, env))
             for remedy in found[-1].remedies:
                 changed = with_remedy(question, remedy, place)

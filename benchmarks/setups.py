@@ -13,7 +13,7 @@ from autoshard.search.ask.answers import VENDOR, PlanResult
 from autoshard.search.ask.api import plan
 from autoshard.spec.repeats import split_outside_brackets
 from autoshard.units import format_at_most
-from benchmarks.measure import yardstick_s
+from benchmarks.measure import counted_off, yardstick_s
 from benchmarks.pages import ROOT, head, line, with_table
 from benchmarks.plan_difference import sentence
 from benchmarks.result import Extra, Result
@@ -117,7 +117,7 @@ def run(write: bool = False) -> Result:
 
 def planned(setups: Sequence[Setup]) -> tuple[Planned, ...]:
     """Plan some setups as a user does who states nothing else."""
-    return tuple(_planned(setup) for setup in setups)
+    return tuple(_planned(setup) for setup in counted_off(setups, "setup"))
 
 
 def _planned(setup: Setup) -> Planned:

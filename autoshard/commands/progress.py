@@ -77,10 +77,18 @@ class Watcher:
 
 
 def search_state(progress: SearchProgress, waited_s: float, show: Callable[[float], str]) -> str:
-    """Say how far a search is; ``show`` formats the objective."""
-    best = show(progress.best) if math.isfinite(progress.best) else "none yet"
-    left = f"bound {show(progress.bound)}, {progress.num_points - progress.num_done} points open"
-    return f"searching, {format_seconds(waited_s)}: best {best}, {left}"
+    """Say how far a search is; ``show`` formats the objective.
+
+    >>> search_state(SearchProgress(), 1.0, format_seconds)
+    'searching, 1.00 s: no plan yet'
+    >>> search_state(SearchProgress(num_done=10, num_points=228, best=3.94, bound=2.28), 15.0, format_seconds)
+    'searching, 15.00 s: best 3.94 s, none can be below 2.28 s, 218 layouts open'
+    """
+    words = [f"best {show(progress.best)}" if math.isfinite(progress.best) else "no plan yet"]
+    words += [f"none can be below {show(progress.bound)}"] if progress.bound > 0 else []
+    num_open = progress.num_points - progress.num_done
+    words += [f"{num_open:,} layouts open"] if num_open > 0 else []
+    return f"searching, {format_seconds(waited_s)}: {', '.join(words)}"
 
 
 @contextmanager

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 import benchmarks
+from autoshard.commands import progress
 from autoshard.errors import InputError, RunFailed
 from benchmarks.__main__ import main
-from benchmarks.measure import interleave, measure, warm_environment, yardstick_s
+from benchmarks.measure import counted_off, interleave, measure, warm_environment, yardstick_s
 from benchmarks.result import Result
 from tests.runtime.metrics.offline import records, wandb_environment
 
@@ -139,3 +140,9 @@ def test_the_environment_imports_from_the_given_root_with_warm_bytecode(tmp_path
     env = warm_environment(tmp_path, tmp_path / "cache")
     measure([sys.executable, "-c", "import only_here"], cwd=Path("/"), env=env)
     assert list((tmp_path / "cache").rglob("only_here*.pyc"))
+
+
+def test_long_work_says_where_it_is(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(progress, "_LINE_S", 0.0)
+    assert list(counted_off("ab", "question")) == ["a", "b"]
+    assert capsys.readouterr().err == "question 1 of 2\nquestion 2 of 2\n"

@@ -1,6 +1,7 @@
 """``autoshard explore``: who may ask, that each answer is the command's, what is refused, and what replaces what."""
 
 import json
+import math
 import os
 import random
 import re
@@ -21,10 +22,12 @@ from flask.testing import FlaskClient
 from hypothesis import given, strategies as st
 
 from autoshard.command_line.reading import read_options
+from autoshard.commands.exploring import answering
 from autoshard.commands.exploring.asking import Controls, controls_of, read_question
 from autoshard.commands.exploring.searching import Searches
 from autoshard.commands.exploring.serving import explorer_app
 from autoshard.commands.plan import plan
+from autoshard.search.bound.watch import SearchProgress
 from autoshard.spec.recipe import QuestionOptions
 from tests.conftest import Typed
 from tests.slower import rest_is_slow
@@ -284,7 +287,24 @@ def test_a_search_that_takes_long_shows_the_best_plan_so_far_and_goes_on(client:
     assert [event["final"] for event in answers] == [False] * (len(answers) - 1) + [True] and len(answers) > 1
     assert "The search was not finished (it goes on after " in answers[0]["html"]
     assert "The search was not finished" not in answers[-1]["html"]
-    assert any(event["kind"] == "progress" and "points open" in event["text"] for event in events)
+    assert any(event["kind"] == "progress" and "layouts open" in event["text"] for event in events)
+
+
+def test_a_better_plan_is_shown_whenever_a_search_that_goes_on_has_one(monkeypatch: pytest.MonkeyPatch):
+    now_s, shown_s = 0.0, list[float]()
+    monkeypatch.setattr(answering.time, "monotonic", lambda: now_s)
+    watch = answering._SplittingWatch(read_question(["tiny-llama"]), lambda _: None)
+    monkeypatch.setattr(watch, "_split", shown_s.append)
+    better_at_s = {0.0: math.inf, 2.0: 3.94, 26.0: 3.7, 27.0: 3.6, 35.0: 3.37}
+    for step in range(200):
+        now_s = 0.5 * step
+        best = min(best for after_s, best in better_at_s.items() if now_s >= after_s)
+        watch(lambda best=best: SearchProgress(best=best))
+    assert shown_s == [1.0, 3.0, 26.0, 33.0, 41.5], "at once or soon, and each but once"
+    watch.stay_whole()
+    now_s = 200.0
+    watch(lambda: SearchProgress(best=1.0))
+    assert len(shown_s) == 5, "what is searched for afterwards is not the answer"
 
 
 def test_a_search_obeys_its_time_limit(client: FlaskClient):

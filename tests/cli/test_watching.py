@@ -34,7 +34,7 @@ def test_a_line_is_drawn_where_somebody_looks_and_after_a_moment(
     with watching(None, lambda value: f"{value} s") as watch:
         assert watch(lambda: HALF) == "" and watch(lambda: HALF) == ""
     out, err = capsys.readouterr()
-    assert out == "" and "best 2.0 s, bound 1.5 s, 5 points open" in err
+    assert out == "" and "best 2.0 s, none can be below 1.5 s, 5 layouts open" in err
 
 
 def test_time_that_is_over_stops_a_search_that_says_so(typed: Typed, monkeypatch: pytest.MonkeyPatch):

@@ -4,6 +4,7 @@ A search that takes long splits in two, as a process forks: one half stops, and 
 goes on as if nothing had happened. So the first answer costs the last one no time but that of another core.
 """
 
+import math
 import os
 import signal
 import sys
@@ -44,7 +45,8 @@ Event = dict[str, Any]  # its kind, whether it is the final one, and what is sho
 Send = Callable[[Event], None]
 Task = Callable[..., None]  # takes two ways to send: of the search, and of the half that stops; then what it works on
 
-_FIRST_S = (0.6, 3.0, 12.0)  # after which a search that goes on shows what it has
+_FIRST_S = (0.6, 3.0)  # after which a search that goes on shows what it has
+_LATER = 1.25  # times the moment when it showed something last: it shows a plan that is better
 _FRAME_S = 0.25
 _NOBODY_LISTENS = (BrokenPipeError, ConnectionResetError)
 _TERMINATED = 128 + signal.SIGTERM
@@ -84,6 +86,7 @@ class _SplittingWatch:
         self._start_s = self._said_s = time.monotonic()
         self._limit_s, self._send = question.options.time_limit, send
         self._moments = [moment for moment in _FIRST_S if not self._limit_s or moment < self._limit_s]
+        self._shown, self.shown_s = math.inf, 0.0  # how good the plan is that was shown last, and when that was
         self._show = format_bytes if question.request.objective == "memory" else format_seconds
         self._halves: list[int] = []  # the processes that stopped, to show what they had
         self.stopped = ""  # in such a process: why
@@ -98,15 +101,19 @@ class _SplittingWatch:
             return f"stopped after {self._limit_s:g} s"
         if now_s - self._said_s > _FRAME_S:
             self._said_s = now_s
-            self._send({"kind": "progress", "final": False, "text": search_state(look(), waited_s, self._show)})
-        if self._moments and waited_s > self._moments[0]:
+            state = look()
+            self._send({"kind": "progress", "final": False, "text": search_state(state, waited_s, self._show)})
+            if not self._moments and state.best < self._shown and waited_s > _LATER * self.shown_s:
+                self._moments = [waited_s]
+        if self._moments and waited_s >= self._moments[0]:
             self._moments = [moment for moment in self._moments if moment > waited_s]
+            self._shown, self.shown_s = look().best, waited_s
             self._split(waited_s)
         return self.stopped
 
     def stay_whole(self) -> None:
         """Split no more: what is searched for from now on is not the answer."""
-        self._moments = []
+        self._moments, self._shown = [], -math.inf
 
     def end_halves(self) -> None:
         """End the processes that stopped, whatever they show."""
@@ -132,7 +139,7 @@ def answer_question(send: Send, send_early: Send, controls: Controls) -> None:
     with _halves_of(progress):
         result = search(question.request, question.num_plans, progress, simple_within=question.options.simple_within)
         if progress.stopped:
-            _show_early(question, result, progress.stopped, send_early)
+            _show_early(question, result, progress, send_early)
         if not result.plans:
             if result.certificate.ended != "complete":
                 raise no_plan_yet(result.certificate.ended)
@@ -164,13 +171,14 @@ def _halves_of(progress: _SplittingWatch) -> Iterator[None]:
         progress.end_halves()
 
 
-def _show_early(question: PaneQuestion, result: SearchResult, why: str, send: Send) -> NoReturn:
+def _show_early(question: PaneQuestion, result: SearchResult, progress: _SplittingWatch, send: Send) -> NoReturn:
     """Send the best plan so far, or a plain one, and end this process."""
+    why = progress.stopped
     if not result.plans:
         at_once = replace(question.request, effort=replace(question.request.effort, at_once=True))
         result = search(at_once, 1, lambda _: why, nearest=False, simple_within=question.options.simple_within)
     if result.plans:
-        send(_answer(replace(question, choose=None), result, final=False))
+        send(_answer(replace(question, choose=None), result, final=False) | {"after_s": progress.shown_s})
     sys.stderr.flush()
     os._exit(0)
 

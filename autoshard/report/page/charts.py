@@ -16,8 +16,10 @@ _DECADE = 10
 _TOUCHING = 10  # dots with a label that are no further apart share it
 _NAME_BASE = 12  # on which the name of the axis upwards stands
 _LINE = 14  # the height of a label
+_CLOSE = 12  # labels and dots whose lines are no further apart meet
 _MOST_LINES = 3  # between a dot and its label
-_LETTER = 8  # the width of one, at most
+_LETTER = 8  # the width of a digit, at most
+_NARROW = 7  # of a letter in a word
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +107,7 @@ class _Box:
 
     def meets(self, box: "_Box") -> bool:
         """Whether one lies over the other."""
-        return self.start < box.end and box.start < self.end and abs(self.base - box.base) < _LINE
+        return self.start < box.end and box.start < self.end and abs(self.base - box.base) < _CLOSE
 
     @property
     def drawn(self) -> Markup:
@@ -155,7 +157,7 @@ def _dots(points: Iterable[Dot], x: _Scale, y: _Scale) -> tuple[list[Markup], li
         if labels:
             near = (at for at in names if math.dist(at, (across, down)) < _TOUCHING)
             names.setdefault(next(near, (across, down)), []).extend(labels)
-    boxes = [_Box(start=0, end=_LETTER * len(y.axis.name), base=_NAME_BASE)]
+    boxes = [_Box(start=0, end=_NARROW * len(y.axis.name), base=_NAME_BASE)]
     for at, texts in names.items():
         text = ", ".join(dict.fromkeys(texts))
         boxes.append(_label_box(at, text, [*boxes, *(_around(place) for place in names)]))
@@ -164,7 +166,7 @@ def _dots(points: Iterable[Dot], x: _Scale, y: _Scale) -> tuple[list[Markup], li
 
 def _label_box(at: tuple[float, float], text: str, taken: Sequence[_Box]) -> _Box:
     """Return the first place beside a dot, then below and above, where a label covers nothing and is not cut."""
-    (across, down), width = at, _LETTER * len(text)
+    (across, down), width = at, _NARROW * len(text)
     sides = {"start": across + 8, "end": across - 8 - width}
     away = sorted(range(-_MOST_LINES, _MOST_LINES + 1), key=lambda lines: (abs(lines), -lines))
     boxes = [

@@ -65,18 +65,20 @@ const takes = { // what becomes of each kind of event
     });
     pane.command.replaceChildren(...words.flat().slice(0, -1));
   },
-  progress(pane, event) { if (!pane.early) say(pane, event.text); else say(pane, `${event.text}; shown is the best plan so far`); },
+  progress(pane, event) { say(pane, pane.early ? `${event.text}; shown is the best plan after ${pane.early}` : event.text); },
   refused(pane, event) { say(pane, event.lines.join("\n"), true); },
   replaced() {},
   answer(pane, event) {
+    if (!event.final && event.after_s < pane.after_s) return; // drawn sooner than that of an earlier moment
+    pane.after_s = event.after_s;
     pane.still();
     show(pane.result, event.html, pane.name);
     pane.still = enliven(pane.result);
-    pane.early = !event.final;
+    pane.early = event.final ? "" : `${event.after_s.toFixed(1)} s`;
     pane.answered = true;
     for (const file of pane.files) file.hidden = false;
     const time = ((performance.now() - pane.start) / 1000).toFixed(1);
-    say(pane, event.final ? `answered in ${time} s` : `the best plan after ${time} s; the search goes on`);
+    say(pane, event.final ? `answered in ${time} s` : `searching; shown is the best plan after ${pane.early}`);
     pane.whole.toggleAttribute("data-early", !event.final);
     differ();
   },
@@ -84,7 +86,7 @@ const takes = { // what becomes of each kind of event
 async function ask(pane) {
   pane.asking?.abort();
   const mine = pane.asking = new AbortController();
-  Object.assign(pane, { early: false, answered: false, start: performance.now() });
+  Object.assign(pane, { early: "", after_s: 0, answered: false, start: performance.now() });
   for (const file of pane.files) file.hidden = true;
   pane.whole.setAttribute("aria-busy", "true");
   between.replaceChildren();
