@@ -89,14 +89,14 @@ def naming(path: Path) -> Generator[None]:
         raise OSError(error.errno, error.strerror, str(path)) from error
 
 
-def bring_to_disk(folder: Path) -> None:
-    """Make the names in a folder last; some file systems have no such thing and need none."""
-    number = os.open(folder, os.O_RDONLY)
+def bring_to_disk(path: Path) -> None:
+    """Make the names in a folder, or the lines of a file, last; some file systems have no such thing and need none."""
+    number = os.open(path, os.O_RDONLY)
     try:
         os.fsync(number)
     except OSError as error:
         if error.errno not in _NOTHING_TO_BRING:
-            raise OSError(error.errno, error.strerror, str(folder)) from error
+            raise OSError(error.errno, error.strerror, str(path)) from error
     finally:
         os.close(number)
 

@@ -11,6 +11,7 @@ _TIMES = (  # below how many seconds, the unit, its name and its digits
     (600.0, 1.0, "s", 2),
     (3600.0, 60.0, "min", 1),
 )
+_SHORT_S = 10.0  # below which parts of a second are worth a word
 _LEAST_ALIKE = 0.1  # of a unit: what is less takes a smaller one than the number beside it
 _DECIMAL = ("", "k", "M", "G", "T", "P", "E", "Z", "Y")
 
@@ -51,6 +52,22 @@ def format_seconds(time_s: float, beside: float = 0) -> str:
     if abs(time_s) < _LEAST_ALIKE * unit_s:
         unit_s, unit, digits = _time_unit(abs(time_s))
     return f"{time_s / unit_s:.{digits}f} {unit}"
+
+
+def format_wait(time_s: float) -> str:
+    """Print a time that somebody waits, as people say it: no parts of a second from ten on, and two units at most.
+
+    >>> format_wait(2.5), format_wait(45.9), format_wait(275.97), format_wait(11_530), format_wait(200_000)
+    ('2.50 s', '46 s', '4 min 36 s', '3 h 12 min', '2 d 8 h')
+    """
+    if time_s < _SHORT_S:
+        return format_seconds(time_s)
+    sizes = ((86_400, "d"), (3600, "h"), (60, "min"), (1, "s"))
+    first = next(place for place, (size_s, _) in enumerate(sizes) if round(time_s) >= size_s)
+    (large_s, large), (small_s, small) = sizes[first], sizes[min(first + 1, 3)]
+    count = round(time_s / small_s)
+    whole, rest = divmod(count, large_s // small_s)
+    return f"{whole} {large} {rest} {small}" if rest and first < 3 else f"{whole} {large}"
 
 
 def _time_unit(size_s: float) -> tuple[float, str, int]:

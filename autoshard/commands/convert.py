@@ -42,7 +42,8 @@ def convert(
             with a plan nxd or autoshard, as its engine needs; otherwise hf.
         model: A model card's name or a config.json. Needed where the source has no config.json beside it.
         dtype: The number format of all weights. Default: that of the source.
-        tokenizer: A folder whose tokenizer files are copied into the target. Default: the folder of the source.
+        tokenizer: A folder whose tokenizer files are copied into the target. Default: the folder of the source, or the
+            tokenizer of its run where that is bytes or a folder here.
         qkv: NxD's layers for queries, keys and values: the GQA layer with one weight (fused) or three (split), one
             column layer (plain), or three (apart). Default: fused with GQA, otherwise plain.
         workers: How many files are written in parallel. Default: one per core, at most 16.

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from autoshard.search.bound.watch import Look, SearchProgress
-from autoshard.units import format_bytes, format_seconds
+from autoshard.units import format_bytes, format_seconds, format_wait
 
 _START_UP_S = 0.4  # that Python and imports take before: the limit counts it. Measured 2026-11 on a cloud machine
 _PATIENCE_S = 0.2  # before the line of a search: shorter ones need none
@@ -115,7 +115,7 @@ def byte_progress(
     def report(now: Any) -> None:
         done, time_s, remaining = now.done_bytes - now.kept_bytes, max(1e-9, time.monotonic() - start_s), ""
         if done > 0:
-            remaining = f", {format_seconds(time_s * (now.all_bytes - now.done_bytes) / done)} left"
+            remaining = f", {format_wait(time_s * (now.all_bytes - now.done_bytes) / done)} left"
         resumes = now.kept_bytes > 0 and done == 0
         share = f"{'going on: ' if resumes else ''}{now.done_bytes / max(1, now.all_bytes):.0%}"
         text = (

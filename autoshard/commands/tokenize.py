@@ -8,8 +8,8 @@ from autoshard.commands.progress import byte_progress
 from autoshard.commands.writing.places import folder_checks
 from autoshard.errors import InputError, require
 from autoshard.runtime.data.documents import CONVERT, hub_source, hub_tokenizer, is_hub_id, local_source
-from autoshard.runtime.data.opened import Manifest
-from autoshard.runtime.data.tokenizers import BYTES, TOKENIZER_FILES, TokenizerSpec
+from autoshard.runtime.data.opened import BYTES, Manifest
+from autoshard.runtime.data.tokenizers import TOKENIZER_FILES, TokenizerSpec
 from autoshard.runtime.data.tokenizing import Work, tokenize as made
 from autoshard.spec.record import encode
 from autoshard.units import format_bytes, format_count

@@ -9,7 +9,7 @@ from autoshard.report.sheet import Cell, Node, Sheet, Table, Words
 from autoshard.report.words import compiled_words, counted, prediction_of, ranks_text
 from autoshard.run.reports import DryRank, Measured, RunReport, TimedStep, with_nulls
 from autoshard.spec.kernels import load_kernels
-from autoshard.units import format_bytes, format_count, format_seconds
+from autoshard.units import format_bytes, format_count, format_seconds, format_wait
 
 _PORT = 6006  # TensorBoard's own
 _GAP = "   "  # between the parts of a line
@@ -77,7 +77,7 @@ def step_line(
         "memory": "" if step.memory_bytes is None else format_bytes(step.memory_bytes),
         "experts": "" if step.router is None else f"busiest expert {step.router.busiest:.2f} x mean",
         "waited": f"waited {format_seconds(step.waited_s)} for data" if step.waited_s > _WAITED * step.time_s else "",
-        "left": "" if not left_s else f"{format_seconds(left_s)} left",
+        "left": "" if not left_s else f"{format_wait(left_s)} left",
         "phase": _PHASES[step.phase],
         "skipped": "" if step.updated else "no update",
     }
@@ -114,7 +114,7 @@ def ending_lines(steps: Sequence[Mapping[str, Any]], evaluations: Sequence[Mappi
     time_s = sum(step["time_s"] + step.get("waited_s", 0.0) for step in steps)
     tokens, losses = sum(step["tokens"] for step in steps), [step["loss"] for step in (steps[0], steps[-1])]
     curve = " -> ".join("not finite" if loss is None else f"{loss:.4f}" for loss in losses)
-    lines = [f"loss {curve} in {counted(len(steps), 'step')}: {tokens:,} tokens in {format_seconds(time_s)}"]
+    lines = [f"loss {curve} in {counted(len(steps), 'step')}: {tokens:,} tokens in {format_wait(time_s)}"]
     if best := [line for line in evaluations if line["best"]]:
         figures = f"{best[-1]['loss']:.4f} (perplexity {best[-1]['perplexity']:.2f})"
         lines.append(f"lowest evaluation loss {figures} after step {best[-1]['step']}")

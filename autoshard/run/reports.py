@@ -123,7 +123,8 @@ class SavedStep:
 
     def __str__(self) -> str:
         """Return the report as one line, and remarks as another."""
-        line = f"saved step {self.step} in {self.time_s:.1f} s; updates waited {self.blocked_s:.2f} s for it"
+        waited = f"; updates waited {self.blocked_s:.2f} s for it" if self.blocked_s >= 0.01 else ""
+        line = f"saved step {self.step} in {self.time_s:.1f} s{waited}"
         return "\n".join(filter(None, (line, self.remark)))
 
 

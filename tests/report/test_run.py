@@ -79,7 +79,7 @@ KNOWN: dict[str, Any] = {"mfu": 0.385, "ratio": 1.0625, "left_s": 7200.0}
 def test_a_line_says_all_that_is_known_and_keeps_what_matters_where_it_is_short() -> None:
     assert step_line(FULL, 1000, **KNOWN) == (
         "step    7/1000   loss 2.5000   norm 1.250   lr 3.00e-04   1.50 s   1.06 x predicted   4.00 ktokens/s   "
-        "MFU 38.5%   2.00 GiB   waited 250.0 ms for data   2.00 h left"
+        "MFU 38.5%   2.00 GiB   waited 250.0 ms for data   2 h left"
     )
     mixture = replace(FULL, router=RouterReport(busiest=1.5, entropy=2.0, dropped=0.0))
     assert "busiest expert 1.50 x mean" in step_line(mixture, 1000) and "busiest" not in step_line(

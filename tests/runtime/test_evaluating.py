@@ -98,7 +98,9 @@ def test_losses_of_other_tokens_of_the_same_sets_are_not_compared(sets):
         replace(evaluator, training=answers),
         replace(evaluator, seq_len=2 * evaluator.seq_len),
         replace(evaluator, shape=replace(evaluator.shape, separate=True)),
+        replace(evaluator, source=Evaluator.of(plan, Training(**judged({**sets, "judge": sets["train"]}))).source),
     ]
+    assert all(other.judges.partition(" of ")[2] != evaluator.judges.partition(" of ")[2] for other in others[1:])
     for other in others:
         state = RunState(step=4, best_step=2, best_loss=1.0, judged_by=evaluator.judges)
         evaluated, state = other.judged(Falling([3.0]), state, RankActivity())

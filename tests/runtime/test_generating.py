@@ -125,6 +125,8 @@ def test_a_run_says_what_it_has_learned(run_folder: Path, capsys: pytest.Capture
     words = ["-m", "autoshard.cli", "generate", *asked]
     run = subprocess.run([*torchrun, *words], check=True, env=environment(), stdout=subprocess.PIPE, text=True)
     assert run.stdout == "abababababab"[:10] + "\n", "one rank of them prints"
+    assert main(["convert", str(run_folder), "exported"]) == 0
+    assert said(capsys, "exported", *asked[1:]) == "ababababab\n", "with the tokenizer that came along"
     for line in run_folder.glob("checkpoints/*/training.json"):
         line.unlink()
     assert "says which tokenizer made its tokens. Type bytes" in said(capsys, *asked, code=2)

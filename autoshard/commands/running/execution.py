@@ -204,6 +204,8 @@ class RunDisplay:
             assert self.steps is not None, "a run starts before its evaluations"
             self.steps.evaluated(message)
         elif isinstance(message, SavedStep | str):
+            if self.steps and isinstance(message, SavedStep):
+                self.steps.keep()
             self.has_saved = self.has_saved or isinstance(message, SavedStep)
             self.note(str(message))
         else:

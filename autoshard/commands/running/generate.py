@@ -16,15 +16,12 @@ from autoshard.errors import Fault, InputError, require
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.codec import load
 from autoshard.plan.plan import Plan
-from autoshard.run.folder import CHECKPOINTS, PLAN, TRAINING, folder_of
+from autoshard.run.folder import CHECKPOINTS, PLAN, folder_of
 from autoshard.runtime.launch import Placing, given_rank, launch
 from autoshard.search.bound.request import Request, plan_at
-from autoshard.spec import record
 from autoshard.spec.cluster_catalogue import load_cluster
-from autoshard.spec.files import read_data
 from autoshard.spec.model import ModelSpec
 from autoshard.spec.model_catalogue import load_model, read_config
-from autoshard.spec.training import Training
 from autoshard.spec.workload import DTYPE_BYTES, Precision, Workload
 from autoshard.units import format_bytes
 
@@ -175,6 +172,7 @@ def _weights_in(source: Path, step: str | int) -> _Weights:
     """Find the weights that a folder holds, and what it says of them."""
     from autoshard.runtime.convert.converting import form_of
     from autoshard.runtime.convert.ours import checkpoint_of
+    from autoshard.runtime.data.opened import tokenizer_of
 
     form = form_of(source)
     if form == "hf":
@@ -195,7 +193,7 @@ def _weights_in(source: Path, step: str | int) -> _Weights:
     model = load(plan).model if plan.is_file() else load_model(config) if config.is_file() else None
     if model is None:
         raise InputError.of(str(folder), "does not say which model it is: it has neither plan.json nor config.json")
-    return _Weights(folder=folder, model=_untraced(model), tokenizer=_tokenizer_of(folder))
+    return _Weights(folder=folder, model=_untraced(model), tokenizer=tokenizer_of(folder))
 
 
 def _step_in(source: Path, step: int) -> Path:
@@ -210,21 +208,6 @@ def _untraced(model: ModelSpec) -> ModelSpec:
     message = f"{model.name} was read off a module's code. Type autoshard convert, and let the module itself generate"
     require((model.traced is None, "model", message))
     return model
-
-
-def _tokenizer_of(folder: Path) -> str | None:
-    """Return the tokenizer of the data that a run has read, as its checkpoint says; None of synthetic tokens."""
-    from autoshard.runtime.data.opened import NAME, read_manifest
-
-    if not (folder / TRAINING).is_file():
-        return None
-    sets = record.decode(Training, read_data(folder / TRAINING), folder / TRAINING).data.sets
-    for name in sets:
-        if name.endswith(".txt"):
-            return "bytes"
-        if (Path(name) / NAME).is_file():
-            return read_manifest(Path(name) / NAME).tokenizer.name
-    return None
 
 
 def _opened(weights: _Weights, stated: str | None, source: Path) -> "Tokenizer":

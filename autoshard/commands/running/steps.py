@@ -70,6 +70,9 @@ class StepDisplay:
         self._summary: dict[str, Any] = {}
         self.notes: list[str] = []
         self.failure: str | None = None
+        if 0 < self._log.last < num_done:  # a folder without any is that of a run that goes on elsewhere
+            lacks = f"steps {self._log.last + 1} to {num_done} are missing in {METRICS}, as after a power cut"
+            self.say("note", f"{lacks}: the checkpoint has them, and curves and totals do not")
 
     def __call__(self, step: TimedStep) -> None:
         """Log and print one more step."""
@@ -112,6 +115,14 @@ class StepDisplay:
         self._held = result.number, {**record, "eval": {"loss": result.loss, "perplexity": result.perplexity}}
         self._hand_on()
         self.say("note", str(result))
+
+    def keep(self) -> None:
+        """Bring what is logged to the disk, as a checkpoint of these steps is there."""
+        for log in filter(None, (self._log, self._evaluations)):
+            try:
+                log.keep()
+            except OSError as error:
+                self.failure = self.failure or f"{log.path}: cannot be brought to the disk: {error.strerror or error}"
 
     def __enter__(self) -> "StepDisplay":
         """Return itself."""

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from autoshard.report.sheet import Cell, Fact, Node, Sheet, Table, Words
 from autoshard.report.watch.progress import RunProgress
 from autoshard.report.words import counted
-from autoshard.units import format_bytes, format_count, format_seconds
+from autoshard.units import format_bytes, format_count, format_seconds, format_wait
 
 _FEW = 5  # starts that are named
 _COLUMNS = ("", ">predicted", ">interval", ">measured", ">measured / predicted")
@@ -23,7 +23,7 @@ def headline_sheet(progress: RunProgress, figures: Node) -> Sheet:
         if last["router"].value:
             facts.append(Fact("experts", *_routed(last["router"])))
     if figures["left_s"].value is not None:
-        facts.append(Fact("left", figures["left_s"].figure(format_seconds)))
+        facts.append(Fact("left", figures["left_s"].figure(format_wait)))
     facts += [_checkpoint(progress, figures["checkpoint"]), Fact("starts", _starts_words(progress))]
     lines = [*progress.reason.splitlines()[1:], *drifts, *progress.remarks]
     return Sheet(title=progress.folder, about=f"{progress.model or 'no plan yet'}{ranks}", facts=facts, notes=lines)
@@ -99,7 +99,7 @@ def _checkpoint(progress: RunProgress, newest: Node) -> Fact:
     saving = f"; step {progress.saving} is being saved" if progress.saving else ""
     if not newest:
         return Fact("checkpoint", f"none yet{saving}")
-    age, size = newest["age_s"].figure(format_seconds), newest["num_bytes"].figure(format_bytes)
+    age, size = newest["age_s"].figure(format_wait), newest["num_bytes"].figure(format_bytes)
     return Fact("checkpoint", ("step ", newest["step"].figure(str)), (", ", age, " ago, ", size, saving))
 
 

@@ -11,6 +11,7 @@ from typing import Literal
 from autoshard.errors import Fault, InputError, require
 from autoshard.files import replace_text
 from autoshard.plan.plan import Plan
+from autoshard.run.folder import TRAINING
 from autoshard.runtime.data.batches import SampleSource, SyntheticTokens
 from autoshard.runtime.data.functions import DrawnData, MixedData
 from autoshard.runtime.data.indexed import (
@@ -35,9 +36,10 @@ from autoshard.runtime.data.mixture import (
 )
 from autoshard.spec import record
 from autoshard.spec.files import read_data
-from autoshard.spec.training import DataSpec
+from autoshard.spec.training import DataSpec, Training
 
 NAME = "manifest.json"
+BYTES = "bytes"  # the tokenizer that needs no file
 SCHEMA = 1
 Kind = Literal["text", "chat"]  # chat: whole conversations, with a mask of the answers
 
@@ -86,6 +88,18 @@ class Manifest:
 def read_manifest(path: Path) -> Manifest:
     """Read a manifest; its faults name the file."""
     return record.decode(Manifest, read_data(path), path)
+
+
+def tokenizer_of(folder: Path) -> str | None:
+    """Return the tokenizer of the data that a run has read, as its checkpoint says; None of synthetic tokens."""
+    if not (folder / TRAINING).is_file():
+        return None
+    for name in record.decode(Training, read_data(folder / TRAINING), folder / TRAINING).data.sets:
+        if name.endswith(".txt"):
+            return BYTES
+        if (Path(name) / NAME).is_file():
+            return read_manifest(Path(name) / NAME).tokenizer.name
+    return None
 
 
 def write_record(value: object, path: Path) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 from autoshard.errors import InputError, require
 from autoshard.graph.op import Array
 from autoshard.runtime.data.mixture import BYTES_EOS
-from autoshard.runtime.data.opened import TokenizerRecord, sha256
+from autoshard.runtime.data.opened import BYTES, TokenizerRecord, sha256
 from autoshard.spec.files import parsed_json
 
 Message = Mapping[str, Any]
@@ -25,6 +25,7 @@ CHATML = (
     "{{ message.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+_EOS = "<|endoftext|>"  # what transformers calls the token that closes a document of bytes
 _OPENS, _CLOSES = "\ue0f0", "\ue0f1"  # of a private range: no text of people holds them
 
 
@@ -132,7 +133,6 @@ def messages_of(value: object, where: str) -> Sequence[Message]:
     return value
 
 
-BYTES = "bytes"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 Tokens = Sequence[int] | Array
 MarkedTokens = tuple[Tokens, Sequence[bool]]  # and which of them are answers
@@ -182,6 +182,27 @@ class ByteTokenizer:
             answers = [is_answer for letter, is_answer in pairs for _ in letter.encode(errors="replace")]
             conversations.append((tokens, [*answers, False]))
         return conversations
+
+
+def byte_tokenizer_files() -> dict[str, Any]:
+    """Return the files with which transformers reads and writes bytes as ``ByteTokenizer`` does: name -> JSON.
+
+    The library writes bytes as letters: those that can be seen as themselves, the others as letters from 256 on.
+    """
+    seen = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    unseen = [code for code in range(256) if code not in seen]
+    letters = {code: chr(code) for code in seen} | {code: chr(256 + place) for place, code in enumerate(unseen)}
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    library = {
+        "version": "1.0",
+        "added_tokens": [{"id": BYTES_EOS, "content": _EOS, **plain, "special": True}],
+        "pre_tokenizer": level,
+        "decoder": level,
+        "model": {"type": "BPE", "vocab": {letters[code]: code for code in range(256)}, "merges": []},
+    }
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": _EOS, "clean_up_tokenization_spaces": False}
+    return {"tokenizer.json": library, "tokenizer_config.json": config | {"chat_template": CHATML}}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

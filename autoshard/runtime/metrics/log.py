@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from autoshard.files import replacing
+from autoshard.files import bring_to_disk, replacing
 from autoshard.plan.plan import Prediction
 from autoshard.run.folder import METRICS
 from autoshard.run.reports import SLOWER, WINDOW, TimedStep, with_nulls
@@ -52,10 +52,13 @@ class MetricsLog:
 
     def __init__(self, path: Path, num_done: int) -> None:
         """Open it; drop unreadable lines, and those of later steps than ``num_done``, which will be done again."""
-        self.path = path
+        self.path, self.last = path, 0  # the last step that it has
         if self.path.exists():
             with replacing(self.path) as aside, self.path.open("rb") as old, aside.open("wb") as new:
-                new.writelines(line for line in old if (record := _record(line)) and record[0] <= num_done)
+                for line in old:
+                    if (record := _record(line)) and record[0] <= num_done:
+                        new.write(line)
+                        self.last = record[0]
         self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, _MODE)
 
     def append(self, record: Mapping[str, Any]) -> None:
@@ -65,6 +68,10 @@ class MetricsLog:
         if written < len(line):
             os.ftruncate(self._file, os.fstat(self._file).st_size - written)
             raise OSError(errno.ENOSPC, "No space left on device", str(self.path))
+
+    def keep(self) -> None:
+        """Bring the lines to the disk: a checkpoint that outlives a power cut has the lines of its steps."""
+        bring_to_disk(self.path)
 
     def close(self) -> None:
         """Close the file."""

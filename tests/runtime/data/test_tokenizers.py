@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import given, strategies as st
+from tokenizers import Tokenizer as Library
 
 from autoshard.errors import InputError
 from autoshard.runtime.data.tokenizers import (
@@ -13,6 +14,7 @@ from autoshard.runtime.data.tokenizers import (
     ChatTemplate,
     LibraryTokenizer,
     TokenizerSpec,
+    byte_tokenizer_files,
     messages_of,
     open_tokenizer,
 )
@@ -36,6 +38,13 @@ TALK = [
     {"role": "user", "content": "Ah"},
     {"role": "assistant", "content": "ja"},
 ]
+
+
+@given(st.text(st.characters(exclude_categories=["Cs"])))
+def test_transformers_gets_a_tokenizer_of_bytes_that_reads_and_writes_the_same_tokens(text: str) -> None:
+    library = Library.from_str(json.dumps(byte_tokenizer_files()["tokenizer.json"]))
+    assert library.encode(text).ids == ByteTokenizer().opened(text) and library.decode([*text.encode(), 256]) == text
+    assert library.token_to_id(byte_tokenizer_files()["tokenizer_config.json"]["eos_token"]) == 256
 
 
 def answers(template: str, **special: str) -> list[str]:

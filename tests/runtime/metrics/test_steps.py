@@ -11,11 +11,14 @@ import pytest
 from rich.console import Console
 
 from autoshard.commands.running import steps as module
+from autoshard.commands.running.execution import Execution, RunDisplay
 from autoshard.commands.running.steps import StepDisplay
 from autoshard.errors import InputError
-from autoshard.run.folder import METRICS
-from autoshard.run.reports import EvaluatedStep, TimedStep
+from autoshard.run.folder import EVALUATIONS, METRICS
+from autoshard.run.protocol import Run
+from autoshard.run.reports import EvaluatedStep, SavedStep, Started, TimedStep
 from autoshard.runtime.launch import Placing, launch
+from autoshard.runtime.metrics import log
 from autoshard.spec.training import Evaluating, Tracking, Training
 from tests.runtime.cases import read_metrics, tiny_plan
 from tests.runtime.metrics.test_trackers import Kept
@@ -151,3 +154,26 @@ def test_trackers_take_a_step_once_together_with_how_it_was_judged(
     assert [number for number, _ in steps] == [1, 2, 3, 4], "the last one too, whose evaluation was broken off"
     assert [values.get("eval/loss") for _, values in steps] == [None, 0.5, None, None]
     assert all(values["loss"] == 1.0 for _, values in steps)
+
+
+def test_a_checkpoint_that_outlives_the_lines_of_its_steps_says_which_are_missing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    show_all(tmp_path, range(1, 6))
+    capsys.readouterr()
+    assert len(show_all(tmp_path, range(9, 11), num_done=8)) == 7
+    assert "note: steps 6 to 8 are missing in metrics.jsonl, as after a power cut" in capsys.readouterr().out
+    show_all(tmp_path, range(11, 13), num_done=10)
+    assert "missing" not in capsys.readouterr().out, "it is said once"
+
+
+def test_the_lines_of_a_saved_step_are_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = list[Path]()
+    monkeypatch.setattr(log, "bring_to_disk", kept.append)
+    run = Run(folder=tmp_path, training=Training(steps=2, eval=Evaluating(sets={"a.txt": 1.0})))
+    execution = Execution(plan=PLAN, notes=(), run=run, tried=True, restarts=0, json=True)
+    with RunDisplay(execution) as shown:
+        shown(Started(step=0, notes=(), trackers=()))
+        shown(step(1))
+        shown(SavedStep(step=1, time_s=0.1))
+        assert kept == [tmp_path / METRICS, tmp_path / EVALUATIONS]
