@@ -19,7 +19,7 @@ from autoshard.report.run import dry_json, dry_notes, dry_sheet
 from autoshard.report.sheet import Node
 from autoshard.run.protocol import HOST, EngineMode, Run
 from autoshard.runtime.dry import dry_rank, telling_ranks
-from autoshard.runtime.launch import GivenRank, given_rank, put_environment
+from autoshard.runtime.launch import given_rank, put_environment
 from autoshard.runtime.machine import (
     XLA,
     available_bytes,
@@ -29,6 +29,7 @@ from autoshard.runtime.machine import (
     refuse_too_large,
     refuse_without_neuron,
 )
+from autoshard.runtime.meeting import GivenRank
 from autoshard.runtime.restart import StartBefore, start_before
 from autoshard.spec.cluster import LOCAL
 from autoshard.spec.model_catalogue import load_model, model_names

@@ -7,16 +7,14 @@ import os
 import re
 import signal
 import socket
-import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, MutableMapping
+from contextlib import suppress
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from autoshard.cost.storage import stopping
 from autoshard.errors import AutoshardError, Fault, InputError, RunFailed, require
@@ -26,7 +24,8 @@ from autoshard.run.activity import RankActivity, activity_folder
 from autoshard.run.folder import LOGS, hang_report
 from autoshard.run.protocol import HOST
 from autoshard.runtime.forked import Say, on_forks
-from autoshard.runtime.machine import XLA, joined_device
+from autoshard.runtime.machine import XLA
+from autoshard.runtime.meeting import GivenRank, joined_world, meeting_folder
 from autoshard.runtime.watchdog import HUNG, Watch, end_if_hung
 from autoshard.spec.training import Checkpointing
 from autoshard.units import format_seconds
@@ -37,32 +36,12 @@ PATIENCE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"  # what torchrun reads, as its --shu
 USUAL_PATIENCE_S = 30  # torchrun's own, and Slurm's KillWait
 _UNKNOWN_S = 600.0  # for a step of which nothing is known, and its save
 _STARTED_BY = os.getppid()
+_BY_AGENT = "TORCHELASTIC_RUN_ID"  # which torchrun sets
 _LOOK_S = 1.0  # after whoever started this process
-_SILENCE = timedelta(minutes=10)  # after which a rank that waits for another gives up
 _FIRST_PORT, _NUM_PORTS = 20_000, 10_000  # of Slurm jobs without a MASTER_PORT, by their number
 # cited: aws-neuron torch_neuronx/parallel_compile/neuron_parallel_compile.py sets it for what it starts.
 _EXTRACTING = "NEURON_EXTRACT_GRAPHS_ONLY"
 _SPECIAL_STEPS = 2**32 - 16  # slurm.h numbers batch scripts and interactive shells from here: srun started none of them
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GivenRank:
-    """This process as it was started by torchrun or Slurm: which rank of how many, and where they meet."""
-
-    by: Literal["torchrun", "Slurm"]
-    rank: int
-    num_ranks: int
-    meeting: str  # an address as torch writes it
-    alone: bool = False  # all ranks are on this machine
-    local_rank: int = 0  # which of the ranks on its machine
-
-    def refuse_other_size(self, num_ranks: int, name: str) -> None:
-        """Refuse too few or too many ranks for a plan."""
-        torchrun = self.by == "torchrun"
-        how = f"--nnodes x --nproc-per-node must be {num_ranks}" if torchrun else f"Type srun --ntasks {num_ranks}"
-        message = f"{self.by} started {self.num_ranks} processes, but {name} is for {num_ranks} ranks. {how}"
-        where = "WORLD_SIZE" if torchrun else "SLURM_NTASKS"
-        require((self.num_ranks == num_ranks, where, f"{message}, or make a plan for {self.num_ranks}"))
 
 
 def given_rank(environment: Mapping[str, str] = os.environ) -> GivenRank | None:
@@ -104,7 +83,7 @@ def launch(launched: GivenRank | None, num_ranks: int, body: Body, *, show: Say,
     assert device != XLA, "its devices are not for forks"
     logs = folder / LOGS
     logs.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="autoshard-") as meeting:
+    with meeting_folder() as meeting:
 
         def child(rank: int, say: Say) -> Any:
             store = f"file://{meeting}/store"
@@ -132,13 +111,16 @@ def _as_rank(launched: GivenRank, body: Body, say: Say, placing: Placing) -> Any
         activity.act("its start")
         activity.wait("all ranks to meet")
         end_if_hung(watch, hang_report(placing.folder, launched.rank))
-    with _world(launched, placing.device):
+    if launched.alone:  # the name of this machine may lead to a network that is down
+        loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
+        os.environ["GLOO_SOCKET_IFNAME"] = loopback
+    with joined_world(launched, placing.device):
         return body(tell)
 
 
 def heed_end_of_agent(environment: Mapping[str, str] = os.environ) -> None:
     """Take the end of torchrun for SIGTERM: SIGKILL of it leaves its ranks behind, which keep the folder of the run."""
-    if "TORCHELASTIC_RUN_ID" not in environment:  # a shell that starts ranks by hand may end before them
+    if _BY_AGENT not in environment:  # a shell that starts ranks by hand may end before them
         return
     was_orphan = is_orphan(_STARTED_BY, _parent_command())
 
@@ -240,28 +222,6 @@ def node_words(
     return ["--nnodes", str(num_nodes), "--node-rank", str(launched.rank), *where, "--nproc-per-node", str(num_ranks)]
 
 
-@contextmanager
-def _world(launched: GivenRank, device: str) -> Iterator[None]:
-    """Join torch's world with one thread for arithmetic: the cores belong to the other ranks."""
-    import torch
-    import torch.distributed as dist
-
-    if launched.alone:  # the name of this machine may lead to a network that is down
-        loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
-        os.environ["GLOO_SOCKET_IFNAME"] = loopback
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        joined_device(device, launched.local_rank),
-        launched.meeting,
-        rank=launched.rank,
-        world_size=launched.num_ranks,
-        timeout=_SILENCE,
-    )
-    yield
-    with suppress(Exception):  # the other end of a connection may be gone already
-        dist.destroy_process_group()
-
-
 def _given_by_torchrun(environment: Mapping[str, str]) -> GivenRank:
     needed = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     there = next(name for name in needed if name in environment)
@@ -270,9 +230,9 @@ def _given_by_torchrun(environment: Mapping[str, str]) -> GivenRank:
     environment = {"LOCAL_RANK": environment["RANK"], **environment}
     rank, num_ranks, local_rank, _ = _numbers(environment, "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")
     alone = environment.get("LOCAL_WORLD_SIZE") == str(num_ranks)
-    return GivenRank(
-        by="torchrun", rank=rank, num_ranks=num_ranks, meeting="env://", alone=alone, local_rank=local_rank
-    )
+    address = f"tcp://{environment['MASTER_ADDR']}:{environment['MASTER_PORT']}"
+    meeting = "env://" if _BY_AGENT in environment else address  # without torchrun rank 0 opens the port
+    return GivenRank(by="torchrun", rank=rank, num_ranks=num_ranks, meeting=meeting, alone=alone, local_rank=local_rank)
 
 
 def _given_by_slurm(environment: Mapping[str, str]) -> GivenRank | None:

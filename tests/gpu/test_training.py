@@ -9,8 +9,9 @@ import pytest
 from autoshard.plan.plan import Plan
 from autoshard.run.protocol import Run
 from autoshard.runtime.checkpoint.files import load_index
-from autoshard.runtime.launch import GivenRank, Placing, launch
+from autoshard.runtime.launch import Placing, launch
 from autoshard.runtime.machine import builder
+from autoshard.runtime.meeting import GivenRank
 from autoshard.runtime.train import train
 from autoshard.spec.model_catalogue import load_model
 from autoshard.spec.training import Checkpointing, Training

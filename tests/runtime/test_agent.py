@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from autoshard.runtime.agent import patient
-from autoshard.runtime.launch import GivenRank, agent_patience_s, is_orphan, patience_notes, patience_s
+from autoshard.runtime.launch import agent_patience_s, is_orphan, patience_notes, patience_s
+from autoshard.runtime.meeting import GivenRank
 from autoshard.spec.training import Checkpointing
 from tests.jobs.test_stopping import slow
 from tests.runtime.cases import environment, tiny_plan

@@ -13,8 +13,9 @@ from autoshard.cost.predict import MOST_INSTRUCTIONS, most_instructions
 from autoshard.errors import InputError, RunFailed
 from autoshard.plan.codec import dump
 from autoshard.runtime.compiling import Compiled, FailedGraph, compiled_of, streamed
-from autoshard.runtime.launch import GivenRank, node_words, only_extracts
+from autoshard.runtime.launch import node_words, only_extracts
 from autoshard.runtime.machine import COMPILER, refuse_without_compiler
+from autoshard.runtime.meeting import GivenRank
 from tests.plan.nxd.test_match import planned
 from tests.runtime.cases import is_alive, started, wait_until, write_tiny
 

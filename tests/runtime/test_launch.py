@@ -4,6 +4,7 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -134,6 +135,35 @@ def test_torchrun_starts_one_process_a_rank(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.ranks
+def test_ranks_that_were_started_one_by_one_hear_at_once_what_the_first_refuses(tmp_path: Path) -> None:
+    write_tiny(tmp_path)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    words, two_ranks = ("run", "tiny.json", "--out", "full", "--resume", "never"), world(2)
+    with (
+        started(tmp_path, *words, RANK="1", **two_ranks) as two,
+        started(tmp_path, *words, RANK="0", **two_ranks) as one,
+    ):
+        (_, refusal), (_, heard) = one.communicate(timeout=120), two.communicate(timeout=60)
+    assert (one.returncode, two.returncode) == (2, 3) and "--out full: already holds files" in refusal
+    assert heard.startswith("autoshard: rank 0 does not take the run up: --out full: already holds files")
+
+
+def test_a_full_folder_of_temporary_files_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+    def body(_):
+        raise dist.DistStoreError("No space left on device")
+
+    with pytest.raises(RunFailed, match=rf"{tmp_path}/autoshard-\w+, where ranks meet: no space .* let TMPDIR name"):
+        run(1, body, tmp_path)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "none"))
+    with pytest.raises(RunFailed, match="ranks meet in a temporary folder: No such file or directory"):
+        run(1, body, tmp_path)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", ["0", "1"])
 def test_a_world_of_another_size_is_refused_once(rank: str, tmp_path: Path) -> None:
     write_tiny(tmp_path)
@@ -166,8 +196,8 @@ def test_nobody_has_started_ranks(given: dict[str, str]) -> None:
 @pytest.mark.parametrize(
     ("given", "rank", "num_ranks", "meeting", "alone", "local_rank"),
     [
-        (TORCHRUN | {"LOCAL_WORLD_SIZE": "2"}, 1, 2, "env://", True, 1),
-        (TORCHRUN | {"LOCAL_RANK": "0"}, 1, 2, "env://", False, 0),
+        (TORCHRUN | {"LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "none"}, 1, 2, "env://", True, 1),
+        (TORCHRUN | {"LOCAL_RANK": "0"}, 1, 2, "tcp://here:29500", False, 0),
         (SLURM | {"SLURM_STEP_NODELIST": "trn[007-008]"}, 3, 8, "tcp://trn007:21234", False, 3),
         (SLURM | {"SLURM_LOCALID": "1", "MASTER_ADDR": "a"}, 3, 8, "tcp://a:21234", False, 1),
         (SLURM | {"SLURM_NNODES": "1", "MASTER_PORT": "5"}, 3, 8, "tcp://127.0.0.1:5", True, 3),

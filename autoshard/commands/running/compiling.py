@@ -12,8 +12,9 @@ from autoshard.plan.plan import Plan
 from autoshard.run.protocol import Run
 from autoshard.runtime.compiling import Compiled, compiled_of, streamed
 from autoshard.runtime.folder import free_sibling
-from autoshard.runtime.launch import GivenRank, node_words, put_environment
+from autoshard.runtime.launch import node_words, put_environment
 from autoshard.runtime.machine import COMPILER, refuse_without_compiler
+from autoshard.runtime.meeting import GivenRank
 from autoshard.units import format_count
 
 _LEAST_STEPS, _USUAL_STEPS = 5, 10  # cited: "limited to a few steps (eg.10-15)", of which the first few differ

@@ -41,7 +41,6 @@ from autoshard.runtime.folder import (
     refuse_other_run,
 )
 from autoshard.runtime.launch import (
-    GivenRank,
     Placing,
     heed_end_of_agent,
     launch,
@@ -50,6 +49,7 @@ from autoshard.runtime.launch import (
     patience_s,
 )
 from autoshard.runtime.machine import builder
+from autoshard.runtime.meeting import GivenRank, telling_refusals
 from autoshard.runtime.metrics.log import records_in
 from autoshard.runtime.metrics.trackers import refuse_without_packages
 from autoshard.runtime.restart import (
@@ -112,7 +112,7 @@ def execute(execution: Execution, launched: GivenRank | None) -> int:
     if not leads:
         _start(execution, launched, build, None)
         return 0
-    with locked(execution.run.folder):
+    with telling_refusals(launched) as begun, locked(execution.run.folder):
         execution = _taken_over(execution)
         training = execution.run.training
         source_of(execution.plan, training.data, training.seed)  # refuses what is wrong
@@ -124,6 +124,7 @@ def execute(execution: Execution, launched: GivenRank | None) -> int:
             execution = replace(execution, plan=here, notes=(*execution.notes, *notes))
         with LastingOutput() as output:
             _begin(execution, launched)
+            begun()
             display = RunDisplay(execution)
             report = _with_restarts(execution, launched, build, display)
             return _conclude(execution, report, display, output) if report else 0

@@ -1,0 +1,123 @@
+"""Where ranks meet: a folder for those that are forked here, a port of rank 0 for those that something else started.
+
+Before ranks make torch's world, those that were started one by one hear from rank 0 whether it takes the run up: it
+alone looks at the run's folder, and who waits for a rank that has refused would wait ten minutes.
+"""
+
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Literal
+
+from autoshard.errors import AutoshardError, RunFailed, require
+from autoshard.runtime.machine import XLA, joined_device
+
+_SILENCE = timedelta(minutes=10)  # after which a rank that waits for another gives up
+_TOLD_S = 30.0  # for other ranks to come and hear that rank 0 has refused
+_LOOK_S = 0.05
+_WORD, _HEARD = "autoshard/refusal", "autoshard/heard"  # keys of the store
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GivenRank:
+    """This process as it was started by torchrun or Slurm: which rank of how many, and where they meet."""
+
+    by: Literal["torchrun", "Slurm"]
+    rank: int
+    num_ranks: int
+    meeting: str  # an address as torch writes it
+    alone: bool = False  # all ranks are on this machine
+    local_rank: int = 0  # which of the ranks on its machine
+
+    @property
+    def meets_at_a_port(self) -> bool:
+        """Whether rank 0 opens the port at which all meet: that of torchrun is open before it."""
+        return self.meeting.startswith("tcp://")
+
+    def refuse_other_size(self, num_ranks: int, name: str) -> None:
+        """Refuse too few or too many ranks for a plan."""
+        torchrun = self.by == "torchrun"
+        how = f"--nnodes x --nproc-per-node must be {num_ranks}" if torchrun else f"Type srun --ntasks {num_ranks}"
+        message = f"{self.by} started {self.num_ranks} processes, but {name} is for {num_ranks} ranks. {how}"
+        where = "WORLD_SIZE" if torchrun else "SLURM_NTASKS"
+        require((self.num_ranks == num_ranks, where, f"{message}, or make a plan for {self.num_ranks}"))
+
+
+@contextmanager
+def meeting_folder() -> Iterator[str]:
+    """Yield a folder in which forked ranks meet; what cannot be written there is named."""
+    remedy = "Free some room there, or let TMPDIR name another folder"
+    try:
+        folder = tempfile.TemporaryDirectory(prefix="autoshard-")
+    except OSError as error:
+        raise RunFailed(f"ranks meet in a temporary folder: {error.strerror or error}. {remedy}") from error
+    with folder as place:
+        try:
+            yield place
+        except RunFailed as error:
+            if "DistStoreError: No space left on device" not in str(error):
+                raise
+            raise RunFailed(f"{place}, where ranks meet: no space is left on the device. {remedy}") from error
+
+
+@contextmanager
+def telling_refusals(launched: GivenRank | None) -> Iterator[Callable[[], None]]:
+    """Tell other ranks what rank 0 refuses in the block, until it calls what is yielded, as it goes to meet them."""
+    goes: list[bool] = []
+    try:
+        yield lambda: goes.append(True)
+    except AutoshardError as error:
+        if launched is not None and not goes and launched.meets_at_a_port:
+            with suppress(Exception):  # the refusal itself is what matters
+                _tell(launched, str(error))
+        raise
+
+
+def _tell(launched: GivenRank, refusal: str) -> None:
+    store, end_s = _store(launched), time.monotonic() + _TOLD_S
+    store.set(_WORD, refusal or "it gave no reason")
+    while store.add(_HEARD, 0) < launched.num_ranks - 1 and time.monotonic() < end_s:
+        time.sleep(_LOOK_S)
+
+
+def _store(launched: GivenRank) -> Any:
+    import torch.distributed as dist
+
+    stores: Any = dist  # which its types leave out
+    host, _, port = launched.meeting.removeprefix("tcp://").rpartition(":")
+    leads = launched.rank == 0
+    return stores.TCPStore(
+        host, int(port), launched.num_ranks, is_master=leads, timeout=_SILENCE, wait_for_workers=False
+    )
+
+
+def _agreed_store(launched: GivenRank) -> Any:
+    """Return the store in which ranks meet, when rank 0 has said that it comes."""
+    store = _store(launched)
+    if launched.rank == 0:
+        store.set(_WORD, "")
+    elif refusal := store.get(_WORD).decode():
+        store.add(_HEARD, 1)
+        raise RunFailed(f"rank 0 does not take the run up: {refusal}")
+    return store
+
+
+@contextmanager
+def joined_world(launched: GivenRank, device: str) -> Iterator[None]:
+    """Join torch's world with one thread for arithmetic: the cores belong to the other ranks."""
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    backend = joined_device(device, launched.local_rank)
+    ranks = {"rank": launched.rank, "world_size": launched.num_ranks, "timeout": _SILENCE}
+    if launched.meets_at_a_port and device != XLA:
+        dist.init_process_group(backend, store=_agreed_store(launched), **ranks)
+    else:
+        dist.init_process_group(backend, launched.meeting, **ranks)
+    yield
+    with suppress(Exception):  # the other end of a connection may be gone already
+        dist.destroy_process_group()
