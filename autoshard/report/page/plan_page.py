@@ -228,7 +228,7 @@ def _answers(shown: ShownPlan, figures: Node) -> Markup:
     whole = Sheet(
         name=name,
         title="The answers, and what others run",
-        about=f"The answer {answers[0]['name'].value} is {record['statement'].value}.",
+        about=f"{answers[0]['name'].value}: {record['statement'].value}",
         notes=[*warnings, *answers_notes(answers)],
     )
     return sheet_section(
