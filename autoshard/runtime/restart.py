@@ -149,10 +149,12 @@ def start_options(
 def workload_notes(before: Plan | None, plan: Plan, progress: Progress | None) -> list[str]:
     """Say what a run that goes on trains otherwise under its new plan: another cut keeps its curve, and this does not.
 
-    After a change of the length its next sample has a number among new ones.
+    After a change of the length its next sample has a number among new ones. A start that saved nothing is not gone on.
     """
-    if progress is None or before is None:
+    if before is None:
         return []
+    if progress is None:
+        return ["the start before has left no checkpoint: this one begins at step 1"]
     was, now = (
         record.encode(workload) | {"precision": workload.precision.name}
         for workload in (before.workload, plan.workload)

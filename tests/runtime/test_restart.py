@@ -64,7 +64,8 @@ def test_a_run_that_goes_on_with_another_workload_says_so() -> None:
         "changed since the last start: precision was bf16, now fp32",
         "changed since the last start: optimizer was adamw, now sgd",
     ]
-    assert not workload_notes(before, after, None) and not workload_notes(None, after, progress)
+    assert workload_notes(before, after, None) == ["the start before has left no checkpoint: this one begins at step 1"]
+    assert not workload_notes(None, after, progress) and not workload_notes(None, after, None)
     assert not workload_notes(before, plan_of("tp=1,pp=1,dp=2"), progress)
 
 

@@ -354,6 +354,7 @@ def _next_steps(execution: Execution, rows: Path) -> Iterator[str]:
         return
     if saves_here and training.data.sets:
         yield f'next: autoshard generate {word(str(folder))} --prompt "..."'
+        yield f"next: autoshard convert {word(str(folder))} exported"
     if execution.platform == LOCAL:  # whose runs are learned from without a command
         yield f"next: autoshard report {word(str(folder / PLAN))} --run {word(str(folder))} --open"
         return
