@@ -276,7 +276,8 @@ def _pareto(shown: Sequence[ShownPlan], data: Node) -> Markup:
     about += f" {len(layouts) - len(near)} slower layouts are left out." if len(layouts) > len(near) else ""
     if dollars and len(sizes) == 1:
         about += " On one cluster dollars are proportional to time; report plans of several sizes to compare them."
-    return section("pareto", "Time, memory and dollars", tag("div", charts, class_="charts"), about=about)
+    title = "Time, memory and dollars" if dollars else "Time and memory"
+    return section("pareto", title, tag("div", charts, class_="charts"), about=about)
 
 
 def _point(time_s: float, size: float, words: str, kind: str, label: str) -> Dot:

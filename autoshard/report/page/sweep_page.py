@@ -15,6 +15,7 @@ from autoshard.report.sweep import (
     sweep_sheets,
     varied_in,
 )
+from autoshard.spec.cluster import LOCAL
 from autoshard.units import GIB, format_count, format_dollars, format_seconds
 
 _MOST_ROWS = 500
@@ -130,7 +131,12 @@ def _pareto(rows: Sequence[Row]) -> Markup | None:
     charts = [scatter("Time and memory", memory, step, peak)]
     charts += [scatter("Time and dollars", dollars, token, usd)] if len(dollars) > 1 else []
     about = "Predicted: each dot is a point of the sweep; the line joins those that nothing betters in both directions."
-    return section("pareto", "Time, memory and dollars", tag("div", charts, class_="charts"), about=about)
+    rented = {row.get("cluster") for row in rows} - {LOCAL}
+    about += (
+        " No price is known of these machines: the key price of a sweep gives one." if rented and not priced else ""
+    )
+    title = "Time, memory and dollars" if len(dollars) > 1 else "Time and memory"
+    return section("pareto", title, tag("div", charts, class_="charts"), about=about)
 
 
 def _dot(row: Row, x: float, y: float) -> Dot:

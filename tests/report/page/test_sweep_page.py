@@ -123,7 +123,13 @@ def test_the_table_of_points_has_only_columns_that_say_something():
             if "scope" in one.attributes
         ]
 
-    free = [{**one, "usd_per_billion_tokens": None} for one in ROWS]
+    free = [{**one, "usd_per_billion_tokens": None, "cluster": "h100-80"} for one in ROWS]
+    told = sections(sweep_page("mine", free))["pareto"].whole_text
+    assert told.startswith("Time and memoryPredicted") and "the key price of a sweep gives one" in told
+    assert (
+        "key price"
+        not in sections(sweep_page("mine", [{**one, "cluster": "local"} for one in free]))["pareto"].whole_text
+    )
     both = [*ROWS, row(4, 8, 2, choice=2, id="second")]
     figures = ["layout", "step", "tokens/s", "MFU", "peak", "per rank"]
     assert columns(free)[:9] == ["nodes", "fix.tp", "fix.pp", *figures]
