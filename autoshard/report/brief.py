@@ -62,7 +62,7 @@ def shown_answers(answers: Sequence[Answer], written: str) -> list[Answer]:
     named = {answer.name: answer for answer in answers}
     usual = "vendor" if "vendor" in named else "other"
     shown = [named[name] for name in dict.fromkeys((written, usual, "fsdp", "fastest", "smallest")) if name in named]
-    return [answer for place, answer in enumerate(shown) if answer.plan not in [other.plan for other in shown[:place]]]
+    return [answer for place, answer in enumerate(shown) if answer.plan not in [rival.plan for rival in shown[:place]]]
 
 
 def _facts(plan: Plan, figures: Node) -> Iterator[Fact]:

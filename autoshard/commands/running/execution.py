@@ -112,7 +112,7 @@ def execute(execution: Execution, launched: GivenRank | None) -> int:
     if not leads:
         _start(execution, launched, build, None)
         return 0
-    with telling_refusals(launched) as begun, locked(execution.run.folder):
+    with telling_refusals(launched) as end_telling, locked(execution.run.folder):
         execution = _taken_over(execution)
         training = execution.run.training
         source_of(execution.plan, training.data, training.seed)  # refuses what is wrong
@@ -124,7 +124,7 @@ def execute(execution: Execution, launched: GivenRank | None) -> int:
             execution = replace(execution, plan=here, notes=(*execution.notes, *notes))
         with LastingOutput() as output:
             _begin(execution, launched)
-            begun()
+            end_telling()
             display = RunDisplay(execution)
             report = _with_restarts(execution, launched, build, display)
             return _conclude(execution, report, display, output) if report else 0
