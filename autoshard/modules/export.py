@@ -43,7 +43,7 @@ class ModuleCall:
     layout: tree.TreeSpec  # of the arguments
     looks: tuple[Any, ...]  # shape and format of tensors, and the other arguments themselves
     with_gradient: frozenset[int]  # which arguments get one
-    modes: tuple[bool, ...]  # of all submodules: whether they train
+    modes: tuple[bool | None, ...]  # of all submodules: whether they train
     trained: frozenset[str]  # all paths of the parameters that get a gradient
     autocast: torch.dtype | None
 

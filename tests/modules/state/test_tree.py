@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from types import SimpleNamespace
 from weakref import WeakKeyDictionary
@@ -57,7 +58,7 @@ def test_a_tree_is_remembered_until_its_modules_change(change: Callable[[Pair], 
     parameters = dict(module.named_parameters(remove_duplicate=False))
     assert after.trained() == {path for path, parameter in parameters.items() if parameter.requires_grad}
     module.second.eval()
-    assert sorted(after.modes()) == sorted(submodule.training for submodule in module.modules())
+    assert Counter(after.modes()) == Counter(submodule.training for submodule in module.modules())
 
 
 def test_a_tree_does_not_hold_its_module():
