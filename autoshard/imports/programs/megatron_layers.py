@@ -5,6 +5,8 @@ Defaults: megatron/training/arguments.py and megatron/core/transformer/transform
 """
 
 import re
+from collections.abc import Iterable
+from itertools import groupby
 from typing import Any
 
 from autoshard.errors import InputError
@@ -19,18 +21,18 @@ _RUN = re.compile(r"\[([01,\s]*)\](?:\*(\d{1,4}))?")
 _LATENT = ("multi_latent_attention", "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
 _DENSE = ("moe_layer_freq", "num_layers", "num_experts", "ffn_hidden_size", "moe_ffn_hidden_size")
 _WINDOWS = ("window_size", "window_attn_skip_freq", "num_layers")
-_CLAMPED = ("quick_geglu", "glu_linear_offset", "activation_func_clamp_value", "softmax_type")
+_CLAMPED = (
+    "quick_geglu", "glu_linear_offset", "activation_func_clamp_value", "softmax_type", "num_experts",
+    "disable_bias_linear", "add_bias_linear",
+)  # fmt: skip
 
 
 def pattern_of(text: str, num_layers: int) -> tuple[bool, ...]:
-    """Return for each layer what a pattern says: a list in Python, or that one in so many layers is marked.
+    """Return which layers a list in Python marks.
 
-    >>> pattern_of("([0]*1+[1]*3)", 4), pattern_of("2", 4)
-    ((False, True, True, True), (True, False, True, False))
+    >>> pattern_of("([0]*1+[1]*3)", 4)
+    (False, True, True, True)
     """
-    if text.strip().isdigit():
-        step = int(text)
-        return tuple(layer % step == 0 for layer in range(num_layers))
     runs = _RUN.findall(text.replace(" ", ""))
     marks = [mark == "1" for items, times in runs for mark in items.split(",") * int(times or 1) if mark]
     if len(marks) != num_layers:
@@ -38,14 +40,20 @@ def pattern_of(text: str, num_layers: int) -> tuple[bool, ...]:
     return tuple(marks)
 
 
-def _written_pattern(order: str, name: str) -> str:
-    """Write which layers are not of a kind.
+def _written_pattern(marks: Iterable[bool]) -> str:
+    """Write such a list.
 
-    >>> _written_pattern("dense*3/layer*58", "dense")
-    '([0]*3+[1]*58)'
+    >>> _written_pattern([False, True, True])
+    '([0]*1+[1]*2)'
     """
-    runs = [(part.partition("*")[0], int(part.partition("*")[2] or 1)) for part in order.split("/")]
-    return "(" + "+".join(f"[{int(kind != name)}]*{count}" for kind, count in runs) + ")"
+    return "(" + "+".join(f"[{int(mark)}]*{len([*run])}" for mark, run in groupby(marks)) + ")"
+
+
+def _step(text: str) -> int:
+    """Return the number in "one of so many layers"."""
+    if int(text) < 1:
+        raise InputError.of("", f"{text!r} must be at least 1")
+    return int(text)
 
 
 def _latent(keys: Keys) -> Facts:
@@ -78,13 +86,14 @@ def _kinds_of(kind: LayerKind, is_other: tuple[bool, ...]) -> Facts:
 def _dense(keys: Keys) -> Facts:
     """Read which layers have experts; the others have an MLP as wide as the dense model's."""
     text, num_layers = str(keys.get("moe_layer_freq") or "1"), whole_number(keys.get("num_layers") or 0)
-    if text == "1" or not keys.get("num_experts"):
+    if not (keys.get("num_experts") and keys.get("ffn_hidden_size")):
         return {}
-    has_experts = pattern_of(text, num_layers)
-    if all(has_experts) or not any(has_experts):
+    by_step = text.strip().isdigit()
+    marks = [layer % _step(text) == 0 for layer in range(num_layers)] if by_step else pattern_of(text, num_layers)
+    if all(marks) or not any(marks):
         return {}
     kind = LayerKind(name="dense", dense_ffn=whole_number(keys["ffn_hidden_size"]))
-    return _kinds_of(kind, tuple(not experts for experts in has_experts))
+    return _kinds_of(kind, tuple(not has_experts for has_experts in marks))
 
 
 def _only_kind(facts: Facts, name: str) -> LayerKind | None:
@@ -98,7 +107,8 @@ def _written_dense(facts: Facts) -> Keys:
     if not kind:
         return {}
     widths = {"ffn_hidden_size": kind.dense_ffn, "moe_ffn_hidden_size": facts["model.intermediate_size"]}
-    return {"moe_layer_freq": _written_pattern(facts["model.order"], "dense"), **widths}
+    has_experts = (name != "dense" for name in expand_counts(facts["model.order"]))
+    return {"moe_layer_freq": _written_pattern(has_experts), **widths}
 
 
 def _windows(keys: Keys) -> Facts:
@@ -109,13 +119,12 @@ def _windows(keys: Keys) -> Facts:
     window, skipped = whole_number(sizes[0].strip("()")), str(keys.get("window_attn_skip_freq") or "")
     if not skipped or skipped == "None":
         return {"model.sliding_window": window}
-    num_layers = whole_number(keys.get("num_layers") or 0)
-    if skipped.isdigit():
-        step = int(skipped)
-        return _kinds_of(
-            LayerKind(name="local", window=window), tuple(layer % step != 0 for layer in range(1, num_layers + 1))
-        )
-    return _kinds_of(LayerKind(name="local", window=window), pattern_of(skipped, num_layers))
+    num_layers, by_step = whole_number(keys.get("num_layers") or 0), skipped.strip().isdigit()
+    layers = range(1, num_layers + 1)
+    marks = [layer % _step(skipped) != 0 for layer in layers] if by_step else pattern_of(skipped, num_layers)
+    if all(marks) or not any(marks):
+        return {"model.sliding_window": window if any(marks) else None}
+    return _kinds_of(LayerKind(name="local", window=window), tuple(marks))
 
 
 def _written_windows(facts: Facts) -> Keys:
@@ -123,10 +132,12 @@ def _written_windows(facts: Facts) -> Keys:
     if not kind or kind.rotary_theta:
         return {}
     is_local = [name == "local" for name in expand_counts(facts["model.order"])]
-    step = is_local.index(False) + 1
+    step = [*is_local, False].index(False) + 1
     by_step = is_local == [layer % step != 0 for layer in range(1, len(is_local) + 1)]
-    listed = "(" + "+".join(f"[{int(local)}]" for local in is_local) + ")"
-    return {"window_size": f"{kind.window},0", "window_attn_skip_freq": step if by_step else listed}
+    return {
+        "window_size": f"{kind.window},0",
+        "window_attn_skip_freq": step if by_step else _written_pattern(is_local),
+    }
 
 
 def _clamped(keys: Keys) -> Facts:
@@ -137,6 +148,9 @@ def _clamped(keys: Keys) -> Facts:
         return {**facts, **({"model.unmodelled": ["activation_func_clamp_value"]} if limit else {})}
     if limit is None or offset != 1:
         return {**facts, "model.unmodelled": ["quick_geglu without limit and offset 1"]}
+    biased = not truth(keys.get("disable_bias_linear")) and truth(keys.get("add_bias_linear", True))
+    if keys.get("num_experts") and biased:
+        facts["model.router_bias"] = True  # megatron/core/transformer/moe/router.py
     return {**facts, "model.glu_limit": number(limit), "model.glu_slope": _QUICK_SLOPE}
 
 
@@ -165,8 +179,9 @@ def said_options(facts: Facts) -> tuple[str, ...]:
     written.setdefault("ffn_hidden_size", facts["model.intermediate_size"])
     again: dict[str, Any] = {}
     for entry in LAYERS:
-        again |= entry.reads({key: written.get(key) for key in entry.keys})
-    names = ("latent", "sinks", "glu_limit", "glu_slope", "kinds", "order")
+        present = {key: written[key] for key in entry.keys if key in written}
+        again |= entry.reads(present) if present else {}
+    names = ("router_bias", "latent", "sinks", "glu_limit", "glu_slope", "kinds", "order")
     return tuple(
         name for name in names if facts.get(f"model.{name}") and again.get(f"model.{name}") == facts[f"model.{name}"]
     )

@@ -33,8 +33,6 @@ def model(keys: Keys) -> Facts:
         "model.bias": bias,
         "model.tie_word_embeddings": not truth(keys.get("untie_embeddings_and_output_weights")),
     }
-    if bias and keys.get("num_experts"):
-        facts["model.router_bias"] = True  # megatron/core/transformer/moe/router.py
     if truth(keys.get("add_qkv_bias")):
         facts["model.qkv_bias"] = True
     if truth(keys.get("qk_layernorm")):
@@ -57,7 +55,7 @@ def written_model(facts: Facts) -> Keys:
 MODEL = (
     "swiglu", "normalization", "position_embedding_type", "use_rotary_position_embeddings", "disable_bias_linear",
     "add_bias_linear", "untie_embeddings_and_output_weights", "add_qkv_bias", "qk_layernorm", "squared_relu",
-    "num_layers", "quick_geglu", "num_experts",
+    "num_layers", "quick_geglu",
 )  # fmt: skip
 
 
@@ -180,7 +178,7 @@ def options_of_flags(model: ModelSpec) -> tuple[str, ...]:
     sizes = {"num_hidden_layers": model.num_layers, "intermediate_size": model.ffn, "head_dim": model.head_dim}
     sizes |= {"num_local_experts": model.num_experts, **options_on(model)}
     layers = said_options({f"model.{key}": value for key, value in sizes.items()})
-    return (*(("router",) if is_said else ()), "shared_ffn", *(("router_bias",) if model.mlp_bias else ()), *layers)
+    return (*(("router",) if is_said else ()), "shared_ffn", *layers)
 
 
 def _written_router(facts: Facts) -> Keys:
