@@ -1,5 +1,6 @@
 """The first screen of an answer: short, and true to the answers behind it."""
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -15,7 +16,8 @@ from autoshard.report.words import prediction_of, signed_words
 from autoshard.search.ask.answers import PlanResult, answers_of
 from autoshard.search.ask.choice.doubt import DOUBT
 from autoshard.search.ask.planner import search
-from autoshard.units import format_at_most, format_seconds
+from autoshard.units import format_at_most, format_bytes, format_seconds
+from tests.plan.cases import with_prediction
 from tests.report.printed import printed
 from tests.search.brute_force import ask as request
 
@@ -60,6 +62,17 @@ def test_an_explanation_says_how_far_the_plan_itself_may_be_from_the_best() -> N
     text = " ".join(printed(drawn(*sheets)).split())
     assert proven.statement_of(plan) in text and f"gap {format_at_most(gap)}" in text
     assert "Runners-up; slower than this plan" in text and "the fastest by this cost model, or" not in text
+
+
+def test_a_plan_whose_memory_may_reach_more_than_a_rank_has_says_so() -> None:
+    result = result_of("vendor")
+    written = result.runnable(result.name)
+    usable = written.plan.cluster.rank_memory_bytes
+    for most, says in ((usable, False), (usable + 2**30, True)):
+        plan = with_prediction(written.plan, peak_interval_bytes=(usable - 2**30, most))
+        sheets = brief_sheets(result, replace(written, plan=plan), next_step="autoshard run plan.json")
+        text = " ".join(printed(drawn(*sheets)).split())
+        assert (f"may reach {format_bytes(most, usable)}, which does not fit: a larger --headroom is" in text) == says
 
 
 @pytest.mark.parametrize("name", QUESTIONS)
