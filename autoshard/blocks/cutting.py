@@ -129,7 +129,8 @@ def shared_cuttings(
     """Yield cuttings for columns of meshes, each with the numbers of those that it serves.
 
     ``terms_and_slack`` are the terms, and the share by which blocks may take longer there than with their own cuts,
-    which ``solved_cutting`` finds; they hold no more. ``between`` is called before each block, and may stop this.
+    which ``solved_cutting`` finds; they hold no more. ``between`` is called before each part of a block is priced, and
+    may stop this.
     """
     (terms, slack), kinds = terms_and_slack, question.step.kinds
     count, parts = len(meshes.atoms["edp"]), dict[str, tuple[SharedCuts, ...]]()
@@ -140,7 +141,8 @@ def shared_cuttings(
         between()
         few_columns = operator_problem(question, few, terms, kind, real)
         problem = operator_problem(question, meshes, terms, kind, real)
-        parts[kind] = solve_columns(replace(problem, few=few_columns, state_bytes_per_weight=state_bytes), slack)
+        problem = replace(problem, few=few_columns, state_bytes_per_weight=state_bytes)
+        parts[kind] = solve_columns(problem, slack, between)
     numbers = np.empty((len(kinds), count), dtype=np.int64)
     for row, shared in zip(numbers, parts.values(), strict=True):
         for number, part in enumerate(shared):

@@ -84,13 +84,13 @@ class SharedCuts:
     columns: Ints
 
 
-def solve_columns(problem: OperatorProblem, slack: float) -> tuple[SharedCuts, ...]:
+def solve_columns(problem: OperatorProblem, slack: float, between: Callable[[], None]) -> tuple[SharedCuts, ...]:
     """Find the cheapest cuts of a block in every column; few serve all columns.
 
     The cuts of one column serve another column in which they hold no more bytes than that column's own cuts, and cost
-    at most the share ``slack`` more.
+    at most the share ``slack`` more. ``between`` is called before each part is priced, and may stop this.
     """
-    tables = _Tables(problem)
+    tables = _Tables(problem, between=between)
     count = problem.shape[0]
     names = list(tables.sizes)
     rows, least_s = tables.cheapest(names, count)
@@ -145,16 +145,23 @@ class CutTotals:
 class _Tables:
     """The variables of a problem with how many values each has, and the factors between them.
 
-    ``like`` is of a problem that differs only in the choices of the operation ``changed``.
+    ``like`` is of a problem that differs only in the choices of the operation ``changed``. ``between`` is called before
+    each part is priced.
     """
 
-    def __init__(self, problem: OperatorProblem, like: "_Tables | None" = None, changed: str = "") -> None:
+    def __init__(
+        self,
+        problem: OperatorProblem,
+        like: "_Tables | None" = None,
+        changed: str = "",
+        between: Callable[[], None] = lambda: None,
+    ) -> None:
         self.problem, self.flow = problem, Dataflow(problem, like.flow if like else None)
         self.rests: tuple[Atoms, ...] = tuple(subsets(problem.real_atoms)) if problem.cuts_rest else ((),)
         self.sizes = {name: len(values) for name, values in self.flow.choices.items() if name not in problem.tied}
         self.factors: list[CostFactor] = []
         self._known = like._known if like else dict[str, tuple[dict[str, int], list[CostFactor]]]()
-        self._changed = changed
+        self._changed, self._between = changed, between
         delivered = {deliver.inputs[0] for deliver in self.flow.delivers}
         tied_counts = Counter(problem.tied.get(op.name, op.name) for op in self.flow.ops)
         for op in (candidate for candidate in self.flow.ops if candidate.name in tied_counts):
@@ -191,6 +198,7 @@ class _Tables:
             self.sizes |= sizes
             self.factors += factors
             return
+        self._between()
         before, start = set(self.sizes), len(self.factors)
         price()
         if self.problem.tied:

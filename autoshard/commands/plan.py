@@ -1,5 +1,6 @@
 """``autoshard plan``: the best plan, exactly one candidate, or the question of a plan again for the nodes left."""
 
+import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -104,9 +105,8 @@ class SearchOptions:
             "time: on one cluster the fastest plan is the cheapest"
         )
         require((self.objective != "dollars" or cluster.price_usd_per_node_hour is not None, "--objective", message))
-        limited = self.time_limit is not None
         effort = EVERYTHING if self.prove == "exact" else PROVEN if self.prove else Effort()
-        effort = replace(effort, exhaustive=self.exhaustive, at_once=limited)
+        effort = replace(effort, exhaustive=self.exhaustive, at_once=self.time_limit is not None)
         return replace(request, effort=effort, objective=self.objective)
 
 
@@ -156,8 +156,9 @@ def plan(
     coded = partial(_with_code, module=module)
     if at is not None:
         return _one_candidate(request, at, to, coded)
+    start_s = time.monotonic()
     result = searched(request, selection[0], options)
-    better = partial(_print_better_sizes, request, result, options)
+    better = partial(_print_better_sizes, request, result, options, start_s)
     return _show_answers(answers_of(request, result, choose), to, better, coded=coded)
 
 
@@ -301,9 +302,10 @@ def _show_answers(
     return to.end(chosen, written)
 
 
-def _print_better_sizes(request: Request, result: SearchResult, options: SearchOptions) -> None:
-    """Say which number of nodes, or batch, the ranks share better, if there is time for that."""
-    with watching(options.time_limit, format_seconds) as watch:
+def _print_better_sizes(request: Request, result: SearchResult, options: SearchOptions, start_s: float) -> None:
+    """Say which number of nodes, or batch, the ranks share better, if there is time for that since the start."""
+    limit_s = None if options.time_limit is None else options.time_limit - (time.monotonic() - start_s)
+    with watching(limit_s, format_seconds) as watch:
         for words in () if result.certificate.stopped else better_sizes(request, result.plans[0], watch):
             print_notes(f"odd number of nodes: {words}")
 

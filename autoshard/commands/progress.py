@@ -13,6 +13,7 @@ from autoshard.search.bound.watch import Look, SearchProgress
 from autoshard.units import format_bytes, format_seconds, format_wait
 
 _START_UP_S = 0.4  # that Python and imports take before: the limit counts it. Measured 2026-11 on a cloud machine
+_ANSWER_S = 0.3  # that the answer takes after the search, which the limit counts as well. Measured likewise
 _PATIENCE_S = 0.2  # before the line of a search: shorter ones need none
 _AT_MOST_S = 0.9  # between Ctrl-C and the end of a search that does not come to its next step
 _FRAME_S = 0.1  # between two drawings on a terminal
@@ -73,7 +74,8 @@ class Watcher:
         if self.interrupted:
             signal.setitimer(signal.ITIMER_REAL, 0)
             return "interrupted"
-        return f"stopped after {self._limit_s:g} s" if self._limit_s and waited_s > self._limit_s - _START_UP_S else ""
+        is_late = self._limit_s is not None and waited_s > self._limit_s - _START_UP_S - _ANSWER_S
+        return f"stopped after {self._limit_s:g} s" if is_late else ""
 
 
 def search_state(progress: SearchProgress, waited_s: float, show: Callable[[float], str]) -> str:

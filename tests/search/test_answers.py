@@ -196,8 +196,7 @@ def test_a_log_that_had_not_settled_stands_beside_the_vendors_layout():
 
 
 def asked(model: str, nodes: int, pins: str = "") -> Answer | str:
-    fastest = plan_at(ask("llama3-70b", "trn1.32xlarge", 16), Candidate.parse("tp=8,pp=8,dp=8"))
-    return vendor_answer(ask(model, "trn1.32xlarge", nodes, pins=pins), fastest)
+    return vendor_answer(ask(model, "trn1.32xlarge", nodes, pins=pins))
 
 
 def test_the_vendors_layout_is_laid_on_the_ranks_there_are_with_the_nearest_run_beside_it():
@@ -229,21 +228,19 @@ def test_why_there_is_no_vendors_layout_is_said():
 
 def test_a_vendors_layout_answers_no_length_that_is_more_than_twice_another():
     request = ask("llama3-70b", "trn1.32xlarge", 16)
-    fastest = plan_at(request, Candidate.parse("tp=8,pp=8,dp=8"))
     for seq_len, far in ((32768, "more than 2 times as many"), (4095, "less than 1/2 of these")):
         work = replace(request.workload, seq_len=seq_len)
         words = f"documents one for llama3-70b on 16 x trn1.32xlarge with 8192 tokens a sequence; {seq_len} are {far}"
-        assert words in str(vendor_answer(replace(request, workload=work), fastest))
+        assert words in str(vendor_answer(replace(request, workload=work)))
     for seq_len in (4096, 16384):
         work = replace(request.workload, seq_len=seq_len)
-        assert isinstance(vendor_answer(replace(request, workload=work), fastest), Answer)
+        assert isinstance(vendor_answer(replace(request, workload=work)), Answer)
 
 
 @pytest.mark.slow
 def test_a_vendors_layout_that_does_not_fit_is_shown_and_not_written():
     request = replace(ask("llama3-70b", "trn1.32xlarge", 16), memory_bytes=2**30)
-    fastest = plan_at(request, Candidate.parse("tp=32,pp=8", 512))
-    found = vendor_answer(request, fastest)
+    found = vendor_answer(request)
     assert isinstance(found, Answer) and "more than fit" in found.against[0]
     with pytest.raises(NoPlan, match=r"the vendor's layout tp=32,pp=8.* may not be run: .* more than fit"):
         PlanResult(answers=(found,), certificate=search(ask("tiny-llama")).certificate).runnable("vendor")
@@ -265,21 +262,20 @@ MIXTURES = {
 )
 def test_each_family_of_2025_has_a_documented_layout_that_may_run(model: str, nodes: int, layout: str):
     request = ask(model, "h100-80", nodes)
-    found = vendor_answer(request, plan_at(request, Candidate.parse(layout, request.cluster.num_ranks)))
+    found = vendor_answer(request)
     assert isinstance(found, Answer) and (str(found.plan.candidate), found.against) == (layout, ())
     assert ("; here without a module that predicts" in found.why) == (model == "deepseek-v3")
 
 
 def test_a_layout_that_does_not_fit_as_asked_says_what_it_needs_as_documented_and_runs_if_asked_so():
     request = ask("qwen3-235b-a22b", "b200", 8)
-    fastest = plan_at(request, Candidate.parse("tp=8,pp=8", 64), even_refused=True)
-    found = vendor_answer(request, fastest)
+    found = vendor_answer(request)
     assert isinstance(found, Answer)
     (against,) = found.against
     options = "--precision bf16,gradients=bf16 --expert-imbalance 0 --fix kernels=mcore"
     assert f"; as documented for qwen3-235b-a22b on 8 x b200 ({options}) it needs" in against
     work = replace(request.workload, precision=Precision.named("bf16,gradients=bf16"), expert_imbalance=0.0)
-    so = vendor_answer(replace(request, workload=work, pins={"kernels": "mcore"}), fastest)
+    so = vendor_answer(replace(request, workload=work, pins={"kernels": "mcore"}))
     assert isinstance(so, Answer) and not so.against and so.plan.kernels == "mcore"
 
 

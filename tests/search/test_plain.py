@@ -6,12 +6,15 @@ import pytest
 
 from autoshard.layout.pin import pins_of
 from autoshard.plan.candidate import Candidate
+from autoshard.plan.explanation import Answer
+from autoshard.search.ask.answers import answers_of
 from autoshard.search.ask.plain import plain_plan
 from autoshard.search.ask.planner import frontier, search
+from autoshard.search.ask.vendor.answer import vendor_answer
 from autoshard.search.bound.request import Request, plan_at, rejections_of
 from autoshard.search.bound.rough import rough_seconds
 from autoshard.search.bound.space import whole_space
-from autoshard.search.bound.watch import Look
+from autoshard.search.bound.watch import Look, SearchProgress
 from tests.search.brute_force import ask, peak, time_s
 
 TINY = ask("tiny-llama", ranks=8)
@@ -38,6 +41,20 @@ def test_a_search_that_is_stopped_at_once_has_a_plan_that_runs(request_: Request
     again = plan_at(request_, plan.candidate)
     assert time_s(plan) == time_s(again) and plan.strategies == again.strategies, "it has its price and its tables"
     assert not search(request_, watch=stopped).plans, "without a limit no time is spent on it"
+
+
+def test_the_vendors_layout_is_looked_at_before_a_search_that_may_be_stopped_if_there_is_time_then() -> None:
+    request = REAL["llama3-70b on 16 trn1"]
+    limited = replace(request, effort=replace(request.effort, at_once=True))
+    looks = iter(("", *[stopped(SearchProgress)] * 1000))
+    in_time, late = search(limited, 3, lambda _: next(looks)), search(limited, 3, stopped)
+    assert isinstance(in_time.vendor, Answer) and in_time.certificate.stopped
+    answers = answers_of(request, in_time)
+    shown = answers.named("vendor")
+    assert shown.slower == time_s(shown.plan) / time_s(answers.named("fastest").plan) - 1 != 0
+    unlimited = vendor_answer(request)
+    assert isinstance(unlimited, Answer) and unlimited.plan.candidate == shown.plan.candidate
+    assert late.vendor == answers_of(request, late).no_vendor == "none was looked at: stopped after a moment"
 
 
 def test_of_a_frontier_that_is_stopped_nothing_is_promised():

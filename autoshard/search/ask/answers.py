@@ -122,9 +122,9 @@ def answers_of(request: Request, result: SearchResult, name: str | None = None) 
         why=_promise(result.certificate),
         slower=0.0,
     )
-    vendors = vendor_answer(request, best) if is_time else "memory is minimised"
+    vendor = (result.vendor or vendor_answer(request)) if is_time else "memory is minimised"
     answers = [first, _simple(first, result)] if is_time else [first]
-    answers += [vendors] if isinstance(vendors, Answer) else []
+    answers += [replace(vendor, slower=step_s(vendor.plan) / step_s(best) - 1)] if isinstance(vendor, Answer) else []
     for label, looked_at in ((FSDP, result.fsdp), (OTHER, result.other)):
         if looked_at:
             plan, why = looked_at
@@ -140,7 +140,7 @@ def answers_of(request: Request, result: SearchResult, name: str | None = None) 
     return PlanResult(
         answers=tuple(replace(answer, plan=record.kept_in(answer.plan)) for answer in answers),
         certificate=result.certificate,
-        no_vendor="" if isinstance(vendors, Answer) else vendors,
+        no_vendor="" if isinstance(vendor, Answer) else vendor,
         name=name or (SIMPLE if is_time else first.name),
         defaults=request.defaults,
         remarks=(*_unmeasured(request, result), *filter(None, [result.hinge])),

@@ -122,7 +122,7 @@ def better_sizes(request: Request, plan: Plan, watch: Watch = never_stop) -> Ite
     workload = replace(request.workload, global_batch=size)
     rate = plan.prediction.tokens_per_s / cluster.num_nodes
     plan_keys = {key: getattr(plan.candidate, key) for key in ("tp", "cp", "ep", "schedule")}
-    request = replace(request, pins={**plan_keys, **request.pins})
+    request = replace(request, pins={**plan_keys, **request.pins}, effort=replace(request.effort, at_once=False))
     for words, changed in (
         (f"--nodes {nodes}", _resized(request, nodes)),
         (f"--global-batch {size}", replace(request, workload=workload)),

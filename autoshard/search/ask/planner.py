@@ -14,7 +14,7 @@ from itertools import product
 import numpy as np
 
 from autoshard.errors import InputError
-from autoshard.plan.explanation import Certificate
+from autoshard.plan.explanation import Answer, Certificate
 from autoshard.plan.found import SolvedLayout
 from autoshard.plan.plan import Plan, rounded
 from autoshard.plan.rules.columns import Engine
@@ -31,6 +31,7 @@ from autoshard.search.ask.choice.hinge import experts_hinge
 from autoshard.search.ask.choice.hunt import hunted
 from autoshard.search.ask.choice.searched import EngineResult, order_of
 from autoshard.search.ask.plain import plain_plan
+from autoshard.search.ask.vendor.answer import vendor_answer
 from autoshard.search.bound.legal_space import LegalSpace, legal_space
 from autoshard.search.bound.points import Solution
 from autoshard.search.bound.pool import Pool
@@ -67,6 +68,7 @@ class SearchResult:
     simple_ended: str = _NOT_SIMPLE  # why the search for it stopped; "" if it did not
     fsdp: tuple[Plan, str] | None = None  # on GPUs a plan with FSDP, and why
     other: tuple[Plan, str] | None = None  # a plan of another kind than all of these, and of which
+    vendor: Answer | str | None = None  # the layout that a vendor documents, or why there is none, if it was looked at
     hinge: str = ""  # on which number that is assumed the choice depends
     layouts: tuple[SolvedLayout, ...] = ()  # the best plan of every layout that was solved
 
@@ -92,6 +94,8 @@ def search(
     ``known`` keeps prices, which do not depend on memory.
     """
     plain = plain_plan(request) if request.effort.at_once else None
+    early = request.effort.at_once and num_plans > 1  # with one plan, other answers are not shown
+    vendor = vendor_answer(request, watch) if early else None
     results = _search_engines(request, num_plans, watch, {} if known is None else known, nearest=nearest)
     results = _hunted(results) if simple_within == DOUBT else results
     choice, simple_ended = _chosen(results, simple_within)
@@ -123,6 +127,7 @@ def search(
         simple_ended=simple_ended,
         fsdp=fsdp,
         other=other,
+        vendor=vendor,
         hinge=hinge,
         layouts=tuple(_solved(solution) for _, solution in ranked),
     )

@@ -12,6 +12,7 @@ from autoshard.plan.plan import Plan
 from autoshard.plan.rules.columns import Engine
 from autoshard.search.ask.vendor.documented import VendorLayout, vendor_layouts
 from autoshard.search.bound.request import Request, rejections_of, resolved
+from autoshard.search.bound.watch import SearchProgress, Watch, never_stop
 from autoshard.spec.kernels import load_kernels
 from autoshard.spec.workload import Precision
 from autoshard.units import format_bytes
@@ -19,10 +20,11 @@ from autoshard.units import format_bytes
 _LONGER = 2.0  # than documented, or shorter: at another length than that a layout is no answer
 
 
-def vendor_answer(request: Request, fastest: Plan) -> Answer | str:
+def vendor_answer(request: Request, watch: Watch = never_stop) -> Answer | str:
     """Return the documented layout nearest to a question, as an answer; or say why there is none.
 
     Of layouts for this length and number of nodes, or for others that are as near, the first that may run comes first.
+    How much slower than another plan it is, is not said yet. Where ``watch`` stops this, that is why there is none.
     """
     suited = [documented for documented in vendor_layouts() if documented.suits(request.model, request.cluster)]
     suited.sort(key=lambda documented: documented.distance(request))
@@ -32,7 +34,9 @@ def vendor_answer(request: Request, fastest: Plan) -> Answer | str:
         near = layout.distance(request)[:2]
         if refused and near != refused[0][1]:
             break
-        answer = _answer(request, fastest, layout, [run for run in suited if run.measured_s])
+        if why := watch(SearchProgress):
+            return refused[0][0] if refused else f"none was looked at: {why}"
+        answer = _answer(request, layout, [run for run in suited if run.measured_s])
         if isinstance(answer, str):
             reasons.append(answer)
         elif answer.against:
@@ -43,7 +47,7 @@ def vendor_answer(request: Request, fastest: Plan) -> Answer | str:
     return refused[0][0] if refused else next(iter(reasons), nothing)
 
 
-def _answer(request: Request, fastest: Plan, layout: VendorLayout, measured: Sequence[VendorLayout]) -> Answer | str:
+def _answer(request: Request, layout: VendorLayout, measured: Sequence[VendorLayout]) -> Answer | str:
     """Return a layout as an answer to a question, whatever is against it; or say why it is none."""
     words = f"{layout.vendor} documents {layout.layout} for {layout.words(request.cluster.name)}"
     longer = request.workload.seq_len / layout.seq_len
@@ -64,7 +68,7 @@ def _answer(request: Request, fastest: Plan, layout: VendorLayout, measured: Seq
         plan=plan,
         why=f"{layout.vendor}, for {layout.words(request.cluster.name)}"
         + (f"; here without {layout.lacks}" if layout.lacks else ""),
-        slower=step_s(plan) / step_s(fastest) - 1,
+        slower=0.0,
         against=against,
         source=layout.source,
         nearest_run=_nearest_run(request, measured, layout, cutting),
