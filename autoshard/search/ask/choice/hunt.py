@@ -4,7 +4,7 @@ It knows no bounds. What it finds says how much of the gap of a certificate may 
 of the best.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -23,6 +23,7 @@ _SIZES = 8  # other sizes of the best layout that are priced, the nearest first
 _KEYS = tuple(key for key in VARIANT_KEYS if key not in ("sp", "vp", "stages"))
 _AXES = ("tp", "pp", "cp", "dp")
 _TIE = 1e-8  # relative: times that differ by less count as equal
+_Part = tuple[RunVariant, Ints]  # a variant, and which of its rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +69,7 @@ def _near(result: EngineResult, best: Solution) -> Iterator[Points]:
     pool, shared = result.pool, best.point.variant
     assert pool, "a solution is of a pool"
     sizes, vp = _near_layouts(best, pool.legal.space.rows), shared.space.rows["vp"][best.point.variant_rows[0]]
-    by_terms: dict[Terms, list[RunVariant]] = {}
+    by_terms: dict[Terms, list[_Part]] = {}
     for run in pool.legal.variants:
         changed = sum(getattr(run.space.base, key) != getattr(shared.space.base, key) for key in _KEYS)
         changed += run.space.sp != shared.space.sp
@@ -81,10 +82,10 @@ def _near(result: EngineResult, best: Solution) -> Iterator[Points]:
             least = other_chunks[same_layout].min(initial=1 << 30)
             rows = same_layout & (other_chunks == least)
         if rows.any():
-            by_terms.setdefault(run.terms, []).append(run.only(np.flatnonzero(rows)))
-    for terms, runs in by_terms.items():
+            by_terms.setdefault(run.terms, []).append((run, np.flatnonzero(rows)))
+    for terms, parts in by_terms.items():
         cutting = best.cutting if terms == shared.terms else pool.cutting_of(terms, best.layout)
-        yield from _priced(result, runs, cutting, best) if cutting else ()
+        yield from _priced(result, parts, cutting, best) if cutting else ()
 
 
 def _near_layouts(best: Solution, rows: Mapping[str, Ints]) -> Ints:
@@ -97,9 +98,9 @@ def _near_layouts(best: Solution, rows: Mapping[str, Ints]) -> Ints:
     return near[np.argsort(distance, kind="stable")[:_SIZES]]
 
 
-def _priced(result: EngineResult, runs: list[RunVariant], cutting: Cutting, best: Solution) -> Iterator[Points]:
-    """Yield the points of some variants with one cutting, under the recompute of a solution, none and full."""
-    pool = result.pool
+def _priced(result: EngineResult, parts: Sequence[_Part], cutting: Cutting, best: Solution) -> Iterator[Points]:
+    """Yield the points of parts of variants with one cutting, under the recompute of a solution, none and full."""
+    pool, runs = result.pool, [run.only(rows) for run, rows in parts]
     assert pool, "a solution is of a pool"
     legal, pricer, goal = pool.legal, pool.pricer, pool.goal
     rows: list[int] = best.filling.kind[:, 0].tolist()
@@ -112,7 +113,9 @@ def _priced(result: EngineResult, runs: list[RunVariant], cutting: Cutting, best
         order: np.unique(np.concatenate([run.layouts for run in runs if run.space.base.cp_order == order]))
         for order in orders
     }
-    parts = pricer.priced(space, cutting, layouts, apart=bool(result.request.layouts))
-    joined = pricer.joined([pricer.with_recompute(part) for part in parts])
-    for run in runs:
-        yield from Points.of(joined, run, goal).by_schedule()
+    priced = pricer.priced(space, cutting, layouts, apart=bool(result.request.layouts))
+    joined = pricer.joined([pricer.with_recompute(layouts_of) for layouts_of in priced])
+    for (run, run_rows), of_part in zip(parts, runs, strict=True):
+        points = Points.of(joined, of_part, goal)
+        # The pool knows its points by the whole variant.
+        yield from replace(points, variant=run, variant_rows=run_rows[points.variant_rows]).by_schedule()
