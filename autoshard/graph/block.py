@@ -89,11 +89,21 @@ class Block:
 
     @property
     def weight_products(self) -> frozenset[str]:
-        """The products of activations with the weights of a layer, which may have a number format of their own."""
+        """The products of activations with the weights of a layer, which may have a number format of their own.
+
+        Those of routers never have: in Megatron-LM a router is no module of Transformer Engine, torchtitan leaves
+        ``router.gate`` out (models/deepseek_v3), and so does DeepSeek-V3 (arXiv:2412.19437, 3.3.1).
+        """
         products = (op for op in self.ops if isinstance(op.kind, Einsum) and self.is_layer)
         return frozenset(
-            op.name for op in products if any(self.tensors[name].role == "parameter" for name in op.inputs)
+            op.name
+            for op in products
+            if any(self.tensors[name].role == "parameter" for name in op.inputs) and not self._routes(op)
         )
+
+    def _routes(self, op: Op) -> bool:
+        """Whether a product makes numbers of all experts for each token."""
+        return "experts" in self.tensors[op.outputs[0]].dims and "experts" not in self.tensors[op.inputs[0]].dims
 
     @property
     def carry_in(self) -> str | None:

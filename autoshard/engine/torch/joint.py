@@ -9,7 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, pairwise
+from itertools import accumulate, groupby, pairwise
 
 import torch
 
@@ -72,12 +72,15 @@ def side_by_side(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 def joint_products(
     place: Place, parts: BlockProgram, entries: Sequence[Instruction], read_later: Collection[str]
 ) -> Joint:
-    """Join the products of an action with weights that lie one behind the other.
+    """Join the products of an action with weights that lie one behind the other, and are multiplied in one format.
 
     Values that are ``read_later``, by another action, keep a memory of their own.
     """
-    joint = Joint(entries=entries)
-    for weights in neighbours(parts):
+    joint, products = Joint(entries=entries), _by_weight(parts.forward, "F")
+    _, _, multiplier = place
+    groups = (lying for lying in neighbours(parts) if len(lying) > 1)
+    alike = (groupby(lying, lambda weight: multiplier(products[weight.name].op)) for lying in groups)
+    for weights in (tuple(group) for lying in alike for _, group in lying):
         if len(weights) > 1:
             group = _WeightGroup.of(place, parts, weights)
             joint |= group.forward(joint.entries, read_later)
