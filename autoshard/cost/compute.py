@@ -30,6 +30,7 @@ class Rates:
     dp_ratio: float = 1.0  # of what data parallelism sends: how often as long as links say
     host_computes: bool = False  # it starts nothing while a kernel runs
     cast_bytes: float = 0.0  # moved for each number of a factor of a product that has another format
+    expert_passes: str = "FIW"  # in which products of experts have the format of other products with weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +45,7 @@ class KernelWork:
     vector_flops: Number = 0.0
     in_turn: bool = False  # products and passes over memory one after the other, not at once
     factors: Number = 0.0  # numbers in the factors of products with the weights of a layer
+    of_experts: str = ""  # the pass, where these products are of rows with the weights of their experts
 
     @classmethod
     def of(
@@ -54,7 +56,7 @@ class KernelWork:
         return cls(
             matrix_flops=0.0 if run.products else matrix, products_flops=matrix if run.products else 0.0,
             attention_flops=attention, vector_flops=vector, moved_bytes=moved_bytes, launches=run.launches,
-            in_turn=bool(run.score_bytes), factors=factors,
+            in_turn=bool(run.score_bytes), factors=factors, of_experts=run.pass_ if run.experts else "",
         )  # fmt: skip
 
 
@@ -97,11 +99,12 @@ def kernel_time(work: KernelWork, rates: Rates) -> Number:
     Its factors are cast first, where they have another format. Then it takes as long as the slowest of matrix unit,
     vector unit and memory. Attention that writes its scores is products and passes over memory one after the other.
     """
-    flops = work.matrix_flops + work.products_flops / rates.products_ratio
+    is_cast = work.of_experts in rates.expert_passes  # as the empty string is
+    flops = work.matrix_flops + work.products_flops / (rates.products_ratio if is_cast else 1.0)
     products_s = (flops + work.attention_flops / rates.attention_ratio) / rates.matrix_flops_per_s
     vector_s, memory_s = work.vector_flops / rates.vector_flops_per_s, work.moved_bytes / rates.memory_bytes_per_s
     others_s = np.maximum(vector_s, memory_s)
-    casts_s = rates.cast_bytes * work.factors / rates.memory_bytes_per_s
+    casts_s = rates.cast_bytes * work.factors / rates.memory_bytes_per_s if is_cast else 0.0
     return casts_s + (products_s + others_s if work.in_turn else np.maximum(products_s, others_s))
 
 

@@ -43,7 +43,8 @@ class KernelRun:
     launches: int
     score_bytes: int  # per (query, key) pair of a head, beside what is kept of them
     traffic_ratio: float
-    products: bool  # whether its matrix products are of activations with the weights of a layer
+    products: bool  # whether its matrix products are those with the weights of a layer that may be in FP8
+    experts: bool = False  # whether these are of rows with the weights of their experts
 
 
 Runs = tuple[tuple["KernelRun", ...], tuple["Moment", ...]]
@@ -106,7 +107,8 @@ def _kernel_runs(
         if op.source in owner:
             summed = isinstance(op.kind, Accumulate) and op.outputs[0] not in added
             members[owner[op.source].ops[0], op.pass_, op.again, summed].append(op)
-    traffic, weight_products = _MemoryTraffic(block, storages, eager=eager), block.weight_products
+    traffic = _MemoryTraffic(block, storages, eager=eager)
+    weight_products, expert_products = block.weight_products, block.expert_products
     for (_, pass_, again, summed), ops in members.items():
         group, forward = owner[ops[0].source], pass_ == "F" or again
         plain = summed or pass_ == "W"  # nothing of what makes a kernel several is in products and sums of their own
@@ -120,19 +122,15 @@ def _kernel_runs(
         products = [op.source for op in ops if isinstance(op.kind, Einsum)]
         fresh = ((op, tensor) for op, tensor in (*touched, *scratch) if not traffic.is_state(tensor))
         run = KernelRun(
-            pass_=pass_,
-            ops=tuple(ops),
-            touched=touched,
-            fresh=(),
+            pass_=pass_, ops=tuple(ops), touched=touched, fresh=(),
             keeps=() if forward or plain else tuple(save.storage for save in group.saves),
-            skips_masked=group.kernel.skips_masked,
-            mask_tile=group.kernel.mask_tile,
+            skips_masked=group.kernel.skips_masked, mask_tile=group.kernel.mask_tile,
             flops_ratio=1.0 if forward else group.kernel.backward_flops_ratio,
-            launches=launches,
-            score_bytes=0 if plain else score_bytes,
+            launches=launches, score_bytes=0 if plain else score_bytes,
             traffic_ratio=1.0 if plain else group.kernel.traffic_ratio,
             products=bool(products) and weight_products.issuperset(products),
-        )
+            experts=not expert_products.isdisjoint(products),
+        )  # fmt: skip
         yield run, tuple((op, tensor, traffic.storage(tensor.name)) for op, tensor in fresh)
 
 

@@ -85,13 +85,12 @@ def rank_rates(cluster: Cluster, precision: Precision, calibration: Calibration,
         products_ratio=products / peak,
         attention_ratio=calibration.attention_efficiency / calibration.matrix_efficiency,
         matrix_tile=cluster.chip.matrix_tile,
-        launch_s=calibration.launch_s,
-        layer_s=calibration.layer_s,
-        experts_s=calibration.experts_s,
+        launch_s=calibration.launch_s, layer_s=calibration.layer_s, experts_s=calibration.experts_s,
         dp_ratio=calibration.dp_ratio,
         host_computes=kernels.host_computes,
         cast_bytes=float(kernels.cast_bytes) if precision.products else 0.0,
-    )
+        expert_passes=kernels.expert_passes(cluster.chip.name),
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

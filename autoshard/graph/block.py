@@ -101,6 +101,13 @@ class Block:
             if any(self.tensors[name].role == "parameter" for name in op.inputs) and not self._routes(op)
         )
 
+    @property
+    def expert_products(self) -> frozenset[str]:
+        """Of these, the products of rows with the weights of their experts."""
+        return frozenset(
+            name for name in self.weight_products if "experts" in self.tensors[self.op(name).inputs[0]].dims
+        )
+
     def _routes(self, op: Op) -> bool:
         """Whether a product makes numbers of all experts for each token."""
         return "experts" in self.tensors[op.outputs[0]].dims and "experts" not in self.tensors[op.inputs[0]].dims

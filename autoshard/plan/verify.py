@@ -68,18 +68,17 @@ def unrun_precision(plan: Plan) -> str:
     """Say why the engine of a plan does not compute in its precision yet, which is priced all the same; "" if it does.
 
     The update of torch computes in FP32, and keeps sums of gradients and moments in BF16 as well; products with
-    weights may have factors in FP8, but not those of experts. NxD's ZeRO-1 keeps FP32 shards, and gradients in FP32 or
-    in the format of the weights (engine/nxd/lowering.py).
+    weights may have factors in FP8, but not those of a module's code. NxD's ZeRO-1 keeps FP32 shards, and gradients in
+    FP32 or in the format of the weights (engine/nxd/lowering.py).
     """
     have, weights = plan.workload.precision, plan.workload.precision.masters or plan.workload.precision.weights
     on_torch, small = plan.engine == "torch", {"bf16"} if plan.engine == "torch" else set[Dtype]()
-    of_what = "experts" if plan.model.num_experts else "the code of a module" if plan.model.traced else ""
-    products = {None, "fp8"} if on_torch and not of_what else {None}
+    products = {None, "fp8"} if on_torch and not plan.model.traced else {None}
     gradients = {weights} | (small or {have.weights})
     fits = have.products in products and have.moments in {weights, *small} and have.gradients in gradients
     if fits or have.name in PRECISIONS:
         return ""
-    where = f" for {of_what}" if on_torch and have.products == "fp8" and of_what else ""
+    where = " for the code of a module" if on_torch and have.products == "fp8" and plan.model.traced else ""
     return f"precision={have.name}: is priced, and the {plan.engine} engine does not run it yet{where}"
 
 

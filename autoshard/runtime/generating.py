@@ -11,7 +11,7 @@ from autoshard.engine.programs import BlockProgram, programs_of, tied_instances
 from autoshard.engine.torch.execution import RankStep, Values, run_steps
 from autoshard.engine.torch.formats import Formats
 from autoshard.engine.torch.kernels import Rotations
-from autoshard.engine.torch.kernels.products import groups_products
+from autoshard.engine.torch.kernels.grouped import groups_products
 from autoshard.engine.torch.steps import NUMBERS, RankContext, steps_of
 from autoshard.engine.torch.world import World
 from autoshard.graph.op import Array

@@ -143,6 +143,8 @@ class Kernels:
     hides it. ``adds_gradients``: what several readers of a tensor send back is added by a kernel of its own,
     but for products, which add to it. ``adds_weights``: so they do to sums of weights' gradients. ``cast_bytes``: the
     bytes that are moved for each number of a factor of a product in FP8; 0 where the rows of a program count them.
+    ``fp8_experts``: the names of chips whose products of experts' rows are in FP8 with all others, but not those of the
+    gradients of experts' weights. If none are named, both are, on every chip.
 
     ZeRO-3: ``keeps_units``: in a pipeline the weights of a stage are gathered once a step, and whole gradients are
     summed until the last micro-batch. Recompute: ``remakes_inputs``: an output that is recomputed is not kept for the
@@ -178,6 +180,7 @@ class Kernels:
     adds_gradients: bool = False
     adds_weights: bool = False
     cast_bytes: int = 0
+    fp8_experts: tuple[str, ...] = ()
     unmeasured: bool = False
     pads_experts: bool = False
     settles_experts: bool = False
@@ -210,6 +213,12 @@ class Kernels:
     def hides_sends(self, schedule: str) -> bool:
         """Return whether ranks compute while they send in this pipeline schedule."""
         return not any(fnmatchcase(schedule, pattern) for pattern in self.waits_for_sends)
+
+    def expert_passes(self, chip: str) -> str:
+        """Return the passes in which experts' products are in FP8 on a chip, where other products are."""
+        if not self.fp8_experts:
+            return "FIW"
+        return "FI" if any(fnmatchcase(chip, pattern) for pattern in self.fp8_experts) else ""
 
     def entry(self, op: str, *, drops: bool = False, biased: bool = False, unfused: bool = False) -> Kernel | None:
         """Return the first kernel that names an operation, if one does."""

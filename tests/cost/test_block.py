@@ -10,13 +10,16 @@ from hypothesis import given, settings, strategies as st
 
 from autoshard.cost import setting as priced_in
 from autoshard.cost.collective import Ring
+from autoshard.cost.compute import kernel_time
 from autoshard.cost.kernel_run import rank_sizes, saved_bytes
-from autoshard.cost.setting import PASSES, setting_of
-from autoshard.graph.kinds.linear import Collect, Deliver
+from autoshard.cost.setting import PASSES, block_work, setting_of
+from autoshard.graph.kinds.linear import Collect, Deliver, Einsum
 from autoshard.graph.kinds.optimizer import Accumulate
 from autoshard.layout.layout import DimSizes
+from autoshard.plan.recompute import Recompute
 from autoshard.search.bound.priced_layouts import ring_column
 from autoshard.spec.kernels import kernels_names, load_kernels
+from autoshard.spec.workload import Precision
 from tests.cost.cases import (
     NO_WORK,
     ask,
@@ -306,3 +309,27 @@ def test_each_kernel_casts_the_factors_of_its_products_once():
     inputs, results = 3 * HIDDEN + FFN, HIDDEN + 2 * KV_HEADS * HEAD + HIDDEN + 2 * FFN + HIDDEN
     factors = 2 * tokens * (inputs + results) + 2 * weights  # two of three passes read each of them
     assert times[1] - times[0] == pytest.approx(5.0 * factors / question.rates.memory_bytes_per_s)
+
+
+@pytest.mark.parametrize(("cluster_name", "kernels", "passes"), [
+    ("h100-80", "torch_engine_gpu", "FI"), ("b200", "torch_engine_gpu", ""), ("b200", "te", "FIW"),
+])  # fmt: skip
+def test_experts_in_fp8_cost_what_runs_on_the_chip(cluster_name, kernels, passes):
+    """The torch engine has grouped products in FP8 on Hopper alone, and none for gradients of experts' weights."""
+    questions = [
+        ask("mixtral-8x7b", cluster_name, 1, kernels=kernels, precision=Precision.named(name))
+        for name in ("bf16", "bf16,products=fp8")
+    ]
+    rates = [replace(one.rates, memory_bytes_per_s=1e30, vector_flops_per_s=1e30, launch_s=0.0) for one in questions]
+    here = setting(questions[1], "tp=1,dp=8,ep=8")
+    layer = here.blocks.block("layer", Recompute())
+    gains = {
+        (op.source, run.pass_): kernel_time(kernel, rates[0]) / kernel_time(kernel, rates[1])
+        for run, kernel in block_work(layer, layer, here, 1).kernels
+        for op in run.ops
+        if isinstance(op.kind, Einsum)
+    }
+    for name, in_fp8 in {"o": "FIW", "gate": passes, "up": passes, "down": passes, "router": ""}.items():
+        assert [gains[name, pass_] for pass_ in "FIW"] == pytest.approx(
+            [2.0 if pass_ in in_fp8 else 1.0 for pass_ in "FIW"], rel=0.01
+        ), name

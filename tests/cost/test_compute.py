@@ -15,26 +15,27 @@ AMOUNT, RATE = st.floats(0, 1e15), st.floats(1e3, 1e15)
 works = st.builds(
     KernelWork,
     matrix_flops=AMOUNT, products_flops=AMOUNT, attention_flops=AMOUNT, vector_flops=AMOUNT, moved_bytes=AMOUNT,
-    launches=st.integers(0, 20), in_turn=st.booleans(), factors=AMOUNT,
+    launches=st.integers(0, 20), in_turn=st.booleans(), factors=AMOUNT, of_experts=st.sampled_from(["", *"FIW"]),
 )  # fmt: skip
 rates_of_all = st.builds(
     Rates,
     matrix_flops_per_s=RATE, vector_flops_per_s=RATE, memory_bytes_per_s=RATE, products_ratio=st.floats(0.5, 4),
     attention_ratio=st.floats(0.1, 2), launch_s=st.floats(0, 1e-3), host_computes=st.booleans(),
-    cast_bytes=st.integers(0, 33),
+    cast_bytes=st.integers(0, 33), expert_passes=st.sampled_from(["", "FI", "FIW"]),
 )  # fmt: skip
 
 
 @given(works, rates_of_all)
 def test_a_kernel_takes_as_long_as_the_slowest_unit_after_its_factors_were_cast(kernel, speed):
+    in_fp8 = not kernel.of_experts or kernel.of_experts in speed.expert_passes
     products = [
         kernel.matrix_flops / speed.matrix_flops_per_s,
-        kernel.products_flops / (speed.products_ratio * speed.matrix_flops_per_s),
+        kernel.products_flops / ((speed.products_ratio if in_fp8 else 1) * speed.matrix_flops_per_s),
         kernel.attention_flops / (speed.attention_ratio * speed.matrix_flops_per_s),
     ]
     others = [kernel.vector_flops / speed.vector_flops_per_s, kernel.moved_bytes / speed.memory_bytes_per_s]
     busy = sum(products) + max(others) if kernel.in_turn else max(sum(products), *others)
-    casts = speed.cast_bytes * kernel.factors / speed.memory_bytes_per_s
+    casts = in_fp8 * speed.cast_bytes * kernel.factors / speed.memory_bytes_per_s
     assert kernel_time(kernel, speed) == pytest.approx(casts + busy)
 
 

@@ -62,6 +62,7 @@ def test_every_operation_runs_in_one_kernel_of_its_entry_which_touches_each_tens
         products = [block.block.op(op.source) for op in run.ops if isinstance(op.kind, Einsum)]
         weighted = [op.name != "router" and any(name.endswith(".weight") for name in op.inputs) for op in products]
         assert run.products == (bool(weighted) and all(weighted) and block.block.kind == "layer")
+        assert run.experts == any("experts" in block.block.tensors[op.inputs[0]].dims for op in products)
     for group in block.block.fused:
         passes = [(run.pass_, isinstance(run.ops[0].kind, Accumulate)) for run in block.runs
                   if run.ops[0].source in group.ops]  # fmt: skip

@@ -40,7 +40,7 @@ PLACES = {
         "tp=2,pp=2,vp=2,dp=4,schedule=zb_v", "tp=2,cp=4,dp=2,cp_order=zigzag", "tp=8,pp=2,recompute=full",
         "tp=1,pp=4,dp=4,schedule=gpipe,mbs=2", "tp=4,dp=4,zero=0",
     )),
-    "experts": ("mixtral-8x7b", "h100-80", 2, GPU, (BF16,), (
+    "experts": ("mixtral-8x7b", "h100-80", 2, GPU, (BF16, FP8), (
         "tp=2,ep=8,dp=8", "tp=4,pp=2,dp=2,ep=2", "tp=1,ep=4,dp=16",
     )),
     "a100": ("gpt2-xl", "a100-80", 2, GPU, (BF16,), (

@@ -9,8 +9,8 @@ import torch
 
 from autoshard.engine.torch.formats import Formats, own
 from autoshard.engine.torch.kernels.fused_attention import CUDNN, GPU, agree, fused
+from autoshard.engine.torch.kernels.grouped import GroupedMultiplier, groups_products, multiplies_groups_fp8
 from autoshard.engine.torch.kernels.matrices import GRADIENTS, VALUES, Multiplier, add_product, adds_wide
-from autoshard.engine.torch.kernels.products import groups_products
 from autoshard.engine.torch.states.rounding import RoundingBits
 from benchmarks.gpu import right
 from benchmarks.gpu.device import Device, device_of, world_of_one
@@ -83,8 +83,28 @@ def test_products_in_fp8_are_those_of_the_host(smaller: tuple[torch.dtype, torch
     torch.testing.assert_close(total.double().cpu(), expected, rtol=2**-7, atol=most)
 
 
+@pytest.mark.parametrize("counts", [[16, 0, 33, 15], [64], None])
+def test_products_of_experts_in_fp8_are_those_of_the_host(counts: list[int] | None) -> None:
+    cuda, random = torch.device("cuda"), torch.Generator().manual_seed(0)
+    num_experts = len(counts) if counts else 4
+    rows, matrices = (
+        torch.randn(*shape, generator=random).bfloat16()
+        for shape in ((64, 32) if counts else (4, 16, 32), (num_experts, 48, 32))
+    )
+    ends = torch.tensor(counts).cumsum(0).int() if counts else None
+    host, device = (
+        GroupedMultiplier(where, in_fp8=multiplies_groups_fp8(cuda)) for where in (torch.device("cpu"), cuda)
+    )
+    for right_factor in (matrices.transpose(1, 2), matrices.transpose(1, 2).contiguous()):
+        expected = host.product(rows, right_factor, ends).double()
+        product = device.product(rows.cuda(), right_factor.cuda(), None if ends is None else ends.cuda())
+        most = 2**-7 * float(expected.abs().max())
+        torch.testing.assert_close(product.double().cpu(), expected, rtol=2**-7, atol=most)
+
+
 def test_the_kernels_that_plans_count_on_are_there() -> None:
     cuda = torch.device("cuda")
+    assert multiplies_groups_fp8(cuda) == (torch.cuda.get_device_capability() == (9, 0))
     assert fused(cuda, torch.bfloat16, 128) is not None and groups_products(cuda)
     assert fused(cuda, torch.float32, 128) is None
     if torch.cuda.get_device_capability() >= (9, 0):

@@ -20,7 +20,7 @@ from autoshard.engine.torch.formats import Formats, memory_of
 from autoshard.engine.torch.generated import GeneratedRun
 from autoshard.engine.torch.joint import neighbours
 from autoshard.engine.torch.kernels import Rotations
-from autoshard.engine.torch.kernels.products import groups_products
+from autoshard.engine.torch.kernels.grouped import groups_products
 from autoshard.engine.torch.ledger import Ledger
 from autoshard.engine.torch.pipeline import RankPipeline
 from autoshard.engine.torch.states.flat import flats

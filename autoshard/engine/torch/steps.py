@@ -70,9 +70,14 @@ class RankContext:
         return {dim: self.mesh_rank.dim_bounds(dim, atoms) for dim, atoms in compute.cuts.items() if atoms}
 
     def smaller(self, block: Block, op: Op) -> Smaller | None:
-        """Return the formats of the factors of a product, where these are not those of the tensors."""
+        """Return the formats of the factors of a product, where these are not those of the tensors.
+
+        Grouped products of experts have one format, and gradients of their weights keep that of the tensors.
+        """
         if not self.in_fp8 or op.source not in block.weight_products:
             return None
+        if op.source in block.expert_products:
+            return None if op.pass_ == "W" else (VALUES, VALUES)
         first, second = (GRADIENTS if block.tensors[name].role == "gradient" else VALUES for name in op.inputs)
         return first, second
 

@@ -16,7 +16,7 @@ from autoshard.errors import InputError
 VALUES, GRADIENTS = torch.float8_e4m3fn, torch.float8_e5m2
 Smaller = tuple[torch.dtype, torch.dtype]  # formats of the first and of the second factor
 ALIGNED = 16  # numbers of a row of either factor; source: torch 2.13, ScaledBlas.cpp, of GPUs; here of all devices
-_LEAST = 1e-12  # of the largest number: a factor of zeros has a scale, too; source: torchao 0.14, float8_utils.py
+LEAST = 1e-12  # of the largest number: a factor of zeros has a scale, too; source: torchao 0.14, float8_utils.py
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,5 +118,5 @@ def _scaled_product(first: torch.Tensor, second: torch.Tensor, smaller: Smaller,
 def _in_fp8(matrix: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """Return a matrix in FP8, row by row, and what its numbers are to be multiplied with."""
     most = torch.finfo(dtype).max
-    scale = matrix.abs().amax().float().clamp(min=_LEAST) / most
+    scale = matrix.abs().amax().float().clamp(min=LEAST) / most
     return (matrix.float() / scale).clamp(-most, most).to(dtype).contiguous(), scale

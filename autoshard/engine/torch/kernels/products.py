@@ -1,13 +1,12 @@
 """Products of tensors as matrix products: each dim is kept from both factors, from one of them, or summed over."""
 
 from collections.abc import Callable
-from functools import cache
 
 import torch
-from torch.nn import functional
 
+from autoshard.engine.torch.kernels.grouped import GroupedMultiplier
 from autoshard.engine.torch.kernels.kernel import Kernel, KernelContext, register_kernels, shape_of
-from autoshard.engine.torch.kernels.matrices import Multiplier, multiply
+from autoshard.engine.torch.kernels.matrices import Multiplier
 from autoshard.graph.kinds.linear import Einsum
 from autoshard.graph.op import Call, Dims
 
@@ -44,10 +43,11 @@ def _product(kind: Einsum, call: Call) -> tuple[Matrix, Matrix, tuple[int, ...],
 
 
 def _einsum(kind: Einsum, call: Call, context: KernelContext) -> Kernel:
-    if context.packed and of_experts(call):
-        return _grouped(kind, call, context.formats.device)
+    device, smaller = context.formats.device, context.smaller
+    multiplier = GroupedMultiplier(device, bool(smaller)) if of_experts(call) else Multiplier(device, smaller)
+    if context.packed and isinstance(multiplier, GroupedMultiplier):
+        return _grouped(kind, call, multiplier)
     first, second, shape, order = _product(kind, call)
-    multiplier = Multiplier(context.formats.device, context.smaller)
 
     def run(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor]:
         result = multiplier.product(first(x), second(y)).reshape(shape)
@@ -61,20 +61,17 @@ def of_experts(call: Call) -> bool:
     return {"experts", "slots"} <= {*call.inputs[0].dims}
 
 
-def _grouped(kind: Einsum, call: Call, device: torch.device) -> Kernel:
+def _grouped(kind: Einsum, call: Call, multiplier: GroupedMultiplier) -> Kernel:
     """Return a function with a product for each expert; its last argument says where the rows of each expert end.
 
     Rows are dims of the result (F, I), or are summed over (W). The host reads no number.
     """
     as_it_is = call.inputs[1].dims[-1] == kind.dims[-1]  # or else it is summed over
-    if call.sizes["experts"] == 1:
-        factors = _of_only_expert(kind, call)
-        return lambda x, y, ends: (multiply(*factors(x, y), device).unsqueeze(0),)
 
     def run(x: torch.Tensor, y: torch.Tensor, ends: torch.Tensor) -> tuple[torch.Tensor]:
         if "slots" in kind.dims:
-            return (_grouped_product(x[0], y if as_it_is else y.transpose(1, 2), ends).unsqueeze(0),)
-        return (_grouped_product(x[0].t(), y[0], ends),)
+            return (multiplier.product(x[0], y if as_it_is else y.transpose(1, 2), ends).unsqueeze(0),)
+        return (multiplier.gradients(x[0].t(), y[0], ends),)
 
     return run
 
@@ -87,42 +84,14 @@ def _of_only_expert(kind: Einsum, call: Call) -> Callable[[torch.Tensor, torch.T
     return lambda x, y: (x[0], y[0] if as_it_is else y[0].t())
 
 
-def _grouped_product(left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """Multiply group by group: rows with a matrix, or columns with rows; torch has a kernel for aligned BF16."""
-    if not left.numel():  # nobody chose an expert of this rank
-        return left.new_zeros((left.shape[0], right.shape[2]) if right.dim() == 3 else (
-            len(ends), left.shape[0], right.shape[1]
-        ))  # fmt: skip
-    aligned = all(
-        size * left.element_size() % 16 == 0 for size in (left.shape[0 if right.dim() == 2 else 1], right.shape[-1])
-    )
-    if left.dtype == torch.bfloat16 and aligned:
-        return functional.grouped_mm(left, right, offs=ends)
-    counts = ends.diff(prepend=ends.new_zeros(1))
-    number = torch.repeat_interleave(counts, output_size=right.shape[0] if right.dim() == 2 else left.shape[0])
-    if right.dim() == 3:
-        return torch.bmm(left.unsqueeze(1), right[number]).squeeze(1)
-    of_each_row = left.t().unsqueeze(2) * right.unsqueeze(1)
-    return of_each_row.new_zeros((len(counts), *of_each_row.shape[1:])).index_add_(0, number, of_each_row)
-
-
-@cache
-def groups_products(device: torch.device) -> bool:
-    """Whether a device has grouped products whose sizes are known to the device alone."""
-    rows = torch.ones(16, 16, dtype=torch.bfloat16, device=device)
-    try:
-        functional.grouped_mm(rows, rows.view(1, 16, 16), offs=torch.full((1,), 16, dtype=torch.int32, device=device))
-    except (RuntimeError, NotImplementedError):  # as torch says that it has none
-        return False
-    return True
-
-
 def adding(kind: Einsum, call: Call, multiplier: Multiplier, *, packed: bool = False) -> Kernel | None:
     """Return a function that adds an einsum to its first argument, a sum; None if the sum has another order of dims.
 
     The sum may be of a wider format than the factors, where the multiplier adds such products. Grouped products (of
-    ``packed`` rows of several experts) cannot add to a sum.
+    ``packed`` rows of several experts), and those of experts in FP8, cannot add to a sum.
     """
+    if of_experts(call) and multiplier.smaller:
+        return None
     if packed and of_experts(call):
         return _adding_of_only_expert(kind, call, multiplier) if call.sizes["experts"] == 1 else None
     first, second, _, order = _product(kind, call)
