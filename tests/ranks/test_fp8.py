@@ -10,10 +10,11 @@ from hypothesis import given, strategies as st
 from autoshard.engine.torch import compiled
 from autoshard.engine.torch.fake import count_rank
 from autoshard.engine.torch.formats import NOWHERE
-from autoshard.engine.torch.kernels import grouped
+from autoshard.engine.torch.kernels import grouped, matrices as dense
 from autoshard.engine.torch.kernels.grouped import GroupedMultiplier, multiplies_groups_fp8
 from autoshard.engine.torch.kernels.matrices import ALIGNED, GRADIENTS, VALUES, Multiplier, multiplies_fp8
 from autoshard.errors import InputError
+from autoshard.plan.verify import unrun_precision
 from autoshard.run.protocol import EngineMode
 from autoshard.spec.workload import Precision
 from tests.ranks.cases import AS_PLANNED, StepShare, Task, hold, llama, plan_of, run_steps, same, whole
@@ -27,7 +28,7 @@ FP8 = "bf16,products=fp8"
 WIDE = {"hidden": 64, "ffn": 96, "head_dim": 16, "vocab": 32}  # 16 divides what a rank multiplies
 WEIGHTS = 7  # of a layer: q, k, v, out, gate, up, down
 EXPERTS: dict[str, Any] = {"num_experts": 16, "experts_per_token": 4}
-SHARED: dict[str, Any] = {"shared_ffn": 32}
+SHARED: dict[str, Any] = {"shared_ffn": 48}
 OF_EXPERTS = 3  # of a layer: gate, up, down
 HALF_A_DIGIT = {VALUES: 2.0**-4, GRADIENTS: 2.0**-3}  # relative, of 4 and 3 significant bits
 SMALLEST = {VALUES: 2.0**-9 / 448, GRADIENTS: 2.0**-16 / 57344}  # steps below normal numbers, of the largest number
@@ -203,24 +204,35 @@ def test_kernels_of_gpus_take_what_is_handed_to_them(capacity, sizes, monkeypatc
 
     monkeypatch.setattr(grouped, "_scaled_product", counted)
     plan = fp8_task("tp=1,pp=1,dp=2,ep=2", capacity=capacity, **sizes).plan
+    assert not unrun_precision(plan)
     count_rank(plan, 1)
     micro_batches = plan.schedule.num_micro_batches
     assert len(calls) == 2 * OF_EXPERTS * plan.model.num_layers * micro_batches
     assert {(factor.dim(), factor.device) for factor in calls} == {(2 if capacity is None else 3, NOWHERE)}
 
 
-def run_in_modes(task: Task) -> list[StepShare]:
-    """A step of the interpreter, of generated functions, and of functions whose products are joined."""
+def run_in_modes(task: Task) -> tuple[list[StepShare], set[str]]:
+    """A step of the interpreter, of generated functions, and of those whose products are joined: how wide these are."""
+    columns, product = set[str](), dense._scaled_product
+
+    def noted(first: torch.Tensor, second: torch.Tensor, *formats: Any) -> torch.Tensor:
+        columns.add(str(second.shape[1]))
+        return product(first, second, *formats)
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compiled, "compiler_of", lambda _: lambda piece, _: piece)
         modes: tuple[EngineMode, ...] = ("literal", "generated", "compiled")
-        return [share for mode in modes for share in run_steps(task, AS_PLANNED, mode)]
+        apart = [share for mode in modes[:2] for share in run_steps(task, AS_PLANNED, mode)]
+        patch.setattr(dense, "_scaled_product", noted)
+        return [*apart, *run_steps(task, AS_PLANNED, modes[2])], columns
 
 
 @pytest.mark.parametrize("sizes", [{}, EXPERTS | SHARED])
 def test_generated_functions_round_as_the_interpreter_does_and_joined_products_nearly(sizes):
-    ((literal, generated, joined),) = on_ranks(1, run_in_modes, fp8_task("tp=1,pp=1,dp=1", **sizes))
+    (((literal, generated, joined), columns),) = on_ranks(1, run_in_modes, fp8_task("tp=1,pp=1,dp=1", **sizes))
     same(literal, generated)
+    width = WIDE["ffn"] if not sizes else SHARED["shared_ffn"]  # a router, beside these, stays alone
+    assert str(2 * width) in columns
     apart, together = (
         np.concatenate([share.gradients[name].array.reshape(-1) for name in literal.gradients])
         for share in (literal, joined)

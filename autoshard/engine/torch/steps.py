@@ -17,6 +17,7 @@ from autoshard.engine.torch.execution import ANY_COUNT, FewRows, RankStep, dropp
 from autoshard.engine.torch.formats import Formats
 from autoshard.engine.torch.joint import Joint, joint_products
 from autoshard.engine.torch.kernels import Kernel, KernelContext, Rotations, kernel_of
+from autoshard.engine.torch.kernels.grouped import rounds_experts
 from autoshard.engine.torch.kernels.kernel import laid_out
 from autoshard.engine.torch.kernels.matrices import GRADIENTS, VALUES, Multiplier, Smaller
 from autoshard.engine.torch.kernels.products import adding
@@ -72,12 +73,12 @@ class RankContext:
     def smaller(self, block: Block, op: Op) -> Smaller | None:
         """Return the formats of the factors of a product, where these are not those of the tensors.
 
-        Grouped products of experts have one format, and gradients of their weights keep that of the tensors.
+        Products of experts have one, where the device has any, and gradients of their weights keep that of the tensors.
         """
         if not self.in_fp8 or op.source not in block.weight_products:
             return None
         if op.source in block.expert_products:
-            return None if op.pass_ == "W" else (VALUES, VALUES)
+            return (VALUES, VALUES) if op.pass_ != "W" and rounds_experts(self.formats.device) else None
         first, second = (GRADIENTS if block.tensors[name].role == "gradient" else VALUES for name in op.inputs)
         return first, second
 

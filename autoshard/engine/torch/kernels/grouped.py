@@ -22,16 +22,12 @@ class GroupedMultiplier:
     """How an operation multiplies the rows of each expert on a device.
 
     Rows lie one after the other, and ``ends`` says where those of each expert end; or each expert has as many, in a
-    batch. In FP8 the host multiplies rounded factors in their own format, which is the same arithmetic. Other devices
-    without such a kernel would round for nothing: they do not.
+    batch. In FP8 a device without such a kernel multiplies rounded factors in their own format, which is the same
+    arithmetic.
     """
 
     device: torch.device
     in_fp8: bool = False
-
-    def __post_init__(self) -> None:
-        if self.in_fp8:
-            multiplies_groups_fp8(self.device)  # tried now, since hosts do not wait in a step
 
     def product(self, rows: torch.Tensor, matrices: torch.Tensor, ends: torch.Tensor | None = None) -> torch.Tensor:
         """Return the rows of each expert times its matrix."""
@@ -39,10 +35,7 @@ class GroupedMultiplier:
             return self._wide(rows, matrices, ends)
         if multiplies_groups_fp8(self.device):
             return _scaled_product(rows, matrices, ends)
-        if self.device.type == HOST:
-            columns = matrices.transpose(1, 2)
-            return self._wide(_rounded(rows), _rounded(columns).transpose(1, 2), ends)
-        return self._wide(rows, matrices, ends)
+        return self._wide(_rounded(rows), _rounded(matrices.transpose(1, 2)).transpose(1, 2), ends)
 
     def gradients(self, columns: torch.Tensor, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         """Return the columns of each expert times its rows."""
@@ -86,6 +79,11 @@ def groups_products(device: torch.device) -> bool:
     except (RuntimeError, NotImplementedError):  # as torch says that it has none
         return False
     return True
+
+
+def rounds_experts(device: torch.device) -> bool:
+    """Whether experts' factors are in FP8 on a device: hosts try what others do, and these round for a kernel only."""
+    return multiplies_groups_fp8(device) or device.type == HOST
 
 
 @cache
