@@ -104,13 +104,12 @@ class Block:
     @property
     def expert_products(self) -> frozenset[str]:
         """Of these, the products of rows with the weights of their experts."""
-        return frozenset(
-            name for name in self.weight_products if "experts" in self.tensors[self.op(name).inputs[0]].dims
-        )
+        rows = {name: self.tensors[self.op(name).inputs[0]].dims for name in self.weight_products}
+        return frozenset(name for name, dims in rows.items() if {"experts", "slots"} <= {*dims})
 
     def _routes(self, op: Op) -> bool:
-        """Whether a product makes numbers of all experts for each token."""
-        return "experts" in self.tensors[op.outputs[0]].dims and "experts" not in self.tensors[op.inputs[0]].dims
+        """Whether a product makes a number of each expert for a token."""
+        return {*self.tensors[op.outputs[0]].dims} - {*self.tensors[op.inputs[0]].dims} == {"experts"}
 
     @property
     def carry_in(self) -> str | None:
