@@ -24,10 +24,10 @@ pytestmark = pytest.mark.gpu
 
 
 @functools.cache
-def plan_of(precision: str, documents: Any) -> Plan:
+def plan_of(precision: str, documents: Any, model: str) -> Plan:
     """One rank; the cluster's name does not matter to an engine."""
     sizes = {"seq_len": 256, "global_batch": 8, "precision": Precision.named(precision), "documents": documents}
-    return local_plan("tp=1,pp=1,dp=1,mbs=4", load_model("tiny-llama"), **sizes)
+    return local_plan("tp=1,pp=1,dp=1,mbs=4", load_model(model), **sizes)
 
 
 def start(plan: Plan, folder: Path, steps: int) -> Trained:
@@ -42,14 +42,15 @@ def start(plan: Plan, folder: Path, steps: int) -> Trained:
 
 
 @pytest.mark.parametrize(
-    ("precision", "documents"),
+    ("precision", "documents", "model"),
     [
-        ("bf16", "joined"), ("fp32", "joined"), ("bf16-sr", "joined"), ("bf16", "separate"),
-        ("bf16,gradients=bf16,moments=bf16", "joined"), ("bf16,products=fp8", "joined"),
+        *((name, "joined", "tiny-llama") for name in ("bf16", "fp32", "bf16-sr", "bf16,gradients=bf16,moments=bf16")),
+        ("bf16", "separate", "tiny-llama"), ("bf16,products=fp8", "joined", "tiny-llama"),
+        ("bf16,products=fp8", "joined", "tiny-mixtral"),
     ],
 )  # fmt: skip
-def test_a_run_goes_on_bit_for_bit(precision: str, documents: str, tmp_path: Path) -> None:
-    plan = plan_of(precision, documents)
+def test_a_run_goes_on_bit_for_bit(precision: str, documents: str, model: str, tmp_path: Path) -> None:
+    plan = plan_of(precision, documents, model)
     whole = start(plan, tmp_path / "whole", 8)
     parts = [start(plan, tmp_path / "parts", steps) for steps in (3, 8)]
     assert parts[0].curve | parts[1].curve == whole.curve
