@@ -12,7 +12,7 @@ from autoshard.engine.torch.fake import count_rank
 from autoshard.engine.torch.formats import NOWHERE
 from autoshard.engine.torch.kernels import grouped, matrices as dense
 from autoshard.engine.torch.kernels.grouped import GroupedMultiplier, multiplies_groups_fp8
-from autoshard.engine.torch.kernels.matrices import ALIGNED, GRADIENTS, VALUES, Multiplier, multiplies_fp8
+from autoshard.engine.torch.kernels.matrices import ALIGNED, GRADIENTS, VALUES, Multiplier, Smaller, multiplies_fp8
 from autoshard.errors import InputError
 from autoshard.plan.verify import unrun_precision
 from autoshard.run.protocol import EngineMode
@@ -123,7 +123,9 @@ def test_zeros_stay_zero_and_what_is_not_finite_stays_so():
 
 def test_a_device_without_such_products_is_refused(monkeypatch: pytest.MonkeyPatch):
     multiplies_fp8.cache_clear()
-    monkeypatch.setattr(torch.ops.aten, "_scaled_mm", lambda *_: (_ for _ in ()).throw(RuntimeError("no such kernel")))
+    monkeypatch.setattr(
+        dense, "_scaled_product", lambda *_, **__: (_ for _ in ()).throw(RuntimeError("no such kernel"))
+    )
     with pytest.raises(InputError, match=r"precision: cpu has no products of matrices in fp8. Use --precision bf16"):
         Multiplier(CPU, (VALUES, VALUES))
     multiplies_fp8.cache_clear()
@@ -154,19 +156,21 @@ def test_all_else_is_as_planned_and_gradients_are_near_those_of_one_process(text
     assert shares[0].loss == pytest.approx(expected.loss, rel=0.01)
 
 
-def run_counting(task: Task) -> tuple[StepShare, list[tuple[str, str]], list[tuple[int, ...]]]:
+def run_counting(task: Task) -> tuple[StepShare, list[Smaller], list[tuple[int, ...]]]:
     """A step, the formats of the factors of each product in FP8, and the shapes of experts' rounded factors."""
     assert multiplies_fp8(CPU)  # the rank itself tries it once, before products are counted
-    calls, kernel = list[tuple[str, str]](), torch.ops.aten._scaled_mm
+    calls, scaled = list[Smaller](), dense._scaled_product
     factors, rounded = list[tuple[int, ...]](), grouped._rounded
     assert not multiplies_groups_fp8(CPU)
 
-    def counted(first: torch.Tensor, second: torch.Tensor, *more: Any) -> torch.Tensor:
-        calls.append((str(first.dtype), str(second.dtype)))
-        return kernel(first, second, *more)
+    def counted(
+        first: torch.Tensor, second: torch.Tensor, smaller: Smaller, dtype: torch.dtype, *, on_host: bool
+    ) -> torch.Tensor:
+        calls.append(smaller)
+        return scaled(first, second, smaller, dtype, on_host=on_host)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.ops.aten, "_scaled_mm", counted)
+        patch.setattr(dense, "_scaled_product", counted)
         patch.setattr(grouped, "_rounded", lambda matrix: (factors.append(tuple(matrix.shape)), rounded(matrix))[1])
         (share,) = run_steps(task, AS_PLANNED)
     return share, calls, factors
@@ -177,8 +181,8 @@ def test_the_products_with_weights_of_layers_are_in_fp8_in_all_passes_and_no_oth
     ((_, calls, factors),) = on_ranks(1, run_counting, task)
     number = 2 * task.plan.model.num_layers * WEIGHTS  # two micro-batches
     assert not factors
-    assert calls.count((str(VALUES), str(VALUES))) == number
-    assert calls.count((str(GRADIENTS), str(VALUES))) == 2 * number
+    assert calls.count((VALUES, VALUES)) == number
+    assert calls.count((GRADIENTS, VALUES)) == 2 * number
     assert len(calls) == 3 * number
 
 
@@ -215,9 +219,9 @@ def run_in_modes(task: Task) -> tuple[list[StepShare], set[str]]:
     """A step of the interpreter, of generated functions, and of those whose products are joined: how wide these are."""
     columns, product = set[str](), dense._scaled_product
 
-    def noted(first: torch.Tensor, second: torch.Tensor, *formats: Any) -> torch.Tensor:
+    def noted(first: torch.Tensor, second: torch.Tensor, *formats: Any, on_host: bool) -> torch.Tensor:
         columns.add(str(second.shape[1]))
-        return product(first, second, *formats)
+        return product(first, second, *formats, on_host=on_host)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compiled, "compiler_of", lambda _: lambda piece, _: piece)
