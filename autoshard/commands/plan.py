@@ -32,7 +32,7 @@ from autoshard.report.words import counted
 from autoshard.search.ask.answers import NAMES, PlanResult, answers_of
 from autoshard.search.ask.api import request_of
 from autoshard.search.ask.choice.doubt import DOUBT, Within
-from autoshard.search.ask.no_plan import better_sizes, unanswered
+from autoshard.search.ask.no_plan import better_sizes, unanswered, why_none_yet
 from autoshard.search.ask.planner import Known, SearchResult, at_most, frontier, search
 from autoshard.search.bound.request import Request, rejections_of, resolved
 from autoshard.search.fill.stage_filling import EVERYTHING, PROVEN, Effort
@@ -351,21 +351,16 @@ def _searching(options: SearchOptions) -> AbstractContextManager[Watcher]:
 def _refuse_none(request: Request, result: SearchResult, watch: Watcher) -> None:
     """Refuse an answer without a plan."""
     if not result.plans:
-        _refuse_unfinished(result.certificate.ended, watch)
+        _refuse_unfinished(result.certificate.ended, watch, result.nearest_miss)
         raise unanswered(request, result, helpful=True, watch=watch)
 
 
-def _refuse_unfinished(ended: str, watch: Watcher) -> None:
+def _refuse_unfinished(ended: str, watch: Watcher, miss: Plan | None = None) -> None:
     """Say that a search which was stopped has found nothing yet; whether there is anything is not known."""
     if watch.interrupted:
         raise KeyboardInterrupt
     if ended != "complete":
-        raise no_plan_yet(ended)
-
-
-def no_plan_yet(ended: str) -> NoPlan:
-    """Return the error of a search that was stopped before it had any plan."""
-    return NoPlan(f"no plan: {ended}, before any was found that fits. Give the search more time")
+        raise NoPlan(why_none_yet(ended, miss))
 
 
 def _one_candidate(request: Request, text: str, to: Target, coded: Callable[[Plan], Plan]) -> int:

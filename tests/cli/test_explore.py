@@ -290,6 +290,15 @@ def test_a_search_that_takes_long_shows_the_best_plan_so_far_and_goes_on(client:
     assert any(event["kind"] == "progress" and "layouts open" in event["text"] for event in events)
 
 
+@pytest.mark.slow
+def test_while_nothing_fits_the_page_says_by_how_much_the_smallest_that_was_tried_misses(client: FlaskClient):
+    events = asked(client, model="gpt-oss-120b", cluster="h100-80", nodes="4", fix="pp=4", seq_len="32k")
+    refused = [event["lines"] for event in events if event["kind"] == "refused"]
+    assert [lines[0].partition(":")[0] for lines in refused] == ["no plan yet", "no plan", "no plan"]
+    misses = [float(re.findall(r"([\d.]+) GiB more than the", lines[1])[0]) for lines in refused]
+    assert misses[0] >= misses[1] == misses[2] > 0
+
+
 def test_a_better_plan_is_shown_whenever_a_search_that_goes_on_has_one(monkeypatch: pytest.MonkeyPatch):
     now_s, shown_s = 0.0, list[float]()
     monkeypatch.setattr(answering.time, "monotonic", lambda: now_s)

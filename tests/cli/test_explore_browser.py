@@ -122,6 +122,12 @@ def test_a_refusal_stands_where_readers_hear_it_and_goes_with_the_next_answer(ta
     assert tab.value("getComputedStyle(document.querySelector('#a .result')).display") == "block"
 
 
+def test_a_reason_stays_while_the_search_looks_for_what_helps(tab: Tab):
+    refused = "takes.refused(panes[0], {final: false, lines: ['no plan', 'try']})"
+    said = tab.value(f"{refused}; takes.progress(panes[0], {{text: 'searching'}}); panes[0].status.textContent")
+    assert said == "no plan\ntry\nsearching"
+
+
 def test_two_questions_stand_side_by_side_and_come_back_when_the_page_is_loaded_again(tab: Tab, address: str):
     go_to(tab, "compare")
     tab.press("Enter")

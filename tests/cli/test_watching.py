@@ -13,6 +13,7 @@ from autoshard.commands import progress as progress_module
 from autoshard.commands.progress import watching
 from autoshard.schedule.waves import Floats
 from autoshard.search.ask import no_plan, planner
+from autoshard.search.ask.plain import Plain
 from autoshard.search.bound.points import Points
 from autoshard.search.bound.priced_layouts import LayoutPricer, PricedLayouts
 from autoshard.search.bound.records import BestSolutions
@@ -61,7 +62,7 @@ def test_time_that_is_over_stops_a_search_that_says_so(typed: Typed, monkeypatch
     code, out, _ = typed(question)  # the plan that was made at once
     assert code == 0 and "(stopped after 1 s)" in " ".join(out.split()) and "recompute=full" in out
     now_s[0] = 0.0
-    monkeypatch.setattr(planner, "plain_plan", lambda _: None)
+    monkeypatch.setattr(planner, "plain_plan", lambda _: Plain())
     code, out, err = typed(question)
     assert code == 1 and not out and "stopped after 1 s, before any was found" in err
 

@@ -21,11 +21,10 @@ from typing import Any, NoReturn
 
 from autoshard.blocks.explain import explain
 from autoshard.commands.exploring.asking import Controls, PaneQuestion, read_question
-from autoshard.commands.plan import no_plan_yet
 from autoshard.commands.progress import search_state
 from autoshard.cost.doubt import compared
 from autoshard.cost.timeline import rank_times, timeline_of
-from autoshard.errors import AutoshardError, InputError, inside
+from autoshard.errors import AutoshardError, InputError, NoPlan, inside
 from autoshard.extensions import load_extension
 from autoshard.plan.codec import dump, load
 from autoshard.plan.found import search_record
@@ -36,7 +35,7 @@ from autoshard.report.page.shown import ShownPlan, page_json
 from autoshard.report.sheet import Node
 from autoshard.report.structured import comparison_json
 from autoshard.search.ask.answers import answers_of
-from autoshard.search.ask.no_plan import unanswered, why_none
+from autoshard.search.ask.no_plan import smallest_lines, unanswered, why_none, why_none_yet
 from autoshard.search.ask.planner import SearchResult, search
 from autoshard.search.bound.watch import Look
 from autoshard.units import format_bytes, format_seconds
@@ -48,6 +47,8 @@ Task = Callable[..., None]  # takes two ways to send: of the search, and of the 
 _FIRST_S = (0.6, 3.0)  # after which a search that goes on shows what it has
 _LATER = 1.25  # times the moment when it showed something last: it shows a plan that is better
 _FRAME_S = 0.25
+_LATER_VENDOR = "it follows"  # as it takes up to a second
+_NO_PLAN_YET = "no plan yet: none that was tried fits in memory"
 _NOBODY_LISTENS = (BrokenPipeError, ConnectionResetError)
 _TERMINATED = 128 + signal.SIGTERM
 
@@ -107,8 +108,10 @@ class _SplittingWatch:
                 self._moments = [waited_s]
         if self._moments and waited_s >= self._moments[0]:
             self._moments = [moment for moment in self._moments if moment > waited_s]
-            self._shown, self.shown_s = look().best, waited_s
-            self._split(waited_s)
+            best = look().best
+            if not self._halves or best < self._shown:  # or else the half before shows the same
+                self._shown, self.shown_s = best, waited_s
+                self._split(waited_s)
         return self.stopped
 
     def stay_whole(self) -> None:
@@ -142,7 +145,7 @@ def answer_question(send: Send, send_early: Send, controls: Controls) -> None:
             _show_early(question, result, progress, send_early)
         if not result.plans:
             if result.certificate.ended != "complete":
-                raise no_plan_yet(result.certificate.ended)
+                raise NoPlan(why_none_yet(result.certificate.ended, result.nearest_miss))
             progress.stay_whole()
             send({"kind": "refused", "final": False, "lines": why_none(question.request, result).splitlines()})
             raise unanswered(question.request, result, helpful=True, watch=progress)
@@ -172,13 +175,17 @@ def _halves_of(progress: _SplittingWatch) -> Iterator[None]:
 
 
 def _show_early(question: PaneQuestion, result: SearchResult, progress: _SplittingWatch, send: Send) -> NoReturn:
-    """Send the best plan so far, or a plain one, and end this process."""
-    why = progress.stopped
-    if not result.plans:
+    """Send the best plan so far, or a plain one, or by how much these miss memory, and end this process."""
+    why, is_plain = progress.stopped, not result.plans
+    if is_plain:
         at_once = replace(question.request, effort=replace(question.request.effort, at_once=True))
         result = search(at_once, 1, lambda _: why, nearest=False, simple_within=question.options.simple_within)
     if result.plans:
-        send(_answer(replace(question, choose=None), result, final=False) | {"after_s": progress.shown_s})
+        question = replace(question, choose=None)
+        for shown in (replace(result, vendor=_LATER_VENDOR), result) if is_plain else (result,):
+            send(_answer(question, shown, final=False) | {"after_s": progress.shown_s})
+    elif result.nearest_miss:
+        send({"kind": "refused", "final": False, "lines": [_NO_PLAN_YET, *smallest_lines(result.nearest_miss)]})
     sys.stderr.flush()
     os._exit(0)
 

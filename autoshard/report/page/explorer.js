@@ -65,8 +65,15 @@ const takes = { // what becomes of each kind of event
     });
     pane.command.replaceChildren(...words.flat().slice(0, -1));
   },
-  progress(pane, event) { say(pane, pane.early ? `${event.text}; shown is the best plan after ${pane.early}` : event.text); },
-  refused(pane, event) { say(pane, event.lines.join("\n"), true); },
+  progress(pane, event) {
+    say(pane, pane.early ? `${event.text}; shown is the best plan after ${pane.early}` : `${pane.reason}${event.text}`, pane.reason);
+  },
+  refused(pane, event) {
+    if (!event.final && pane.early) return; // a half that stopped later has a plan
+    const lines = event.lines.join("\n");
+    pane.reason = `${lines}\n`; // stays while the search goes on
+    say(pane, lines, true);
+  },
   replaced() {},
   answer(pane, event) {
     if (!event.final && event.after_s < pane.after_s) return; // drawn sooner than that of an earlier moment
@@ -74,6 +81,7 @@ const takes = { // what becomes of each kind of event
     pane.still();
     show(pane.result, event.html, pane.name);
     pane.still = enliven(pane.result);
+    pane.reason = "";
     pane.early = event.final ? "" : `${event.after_s.toFixed(1)} s`;
     pane.answered = true;
     for (const file of pane.files) file.hidden = false;
@@ -86,7 +94,7 @@ const takes = { // what becomes of each kind of event
 async function ask(pane) {
   pane.asking?.abort();
   const mine = pane.asking = new AbortController();
-  Object.assign(pane, { early: "", after_s: 0, answered: false, start: performance.now() });
+  Object.assign(pane, { early: "", reason: "", after_s: 0, answered: false, start: performance.now() });
   for (const file of pane.files) file.hidden = true;
   pane.whole.setAttribute("aria-busy", "true");
   between.replaceChildren();

@@ -316,14 +316,25 @@ def why_none(request: Request, result: SearchResult) -> str:
     local = f"this machine with {cluster.num_ranks} ranks"
     where = local if cluster.name == LOCAL else f"{cluster.num_nodes} x {cluster.name}"
     question = f"{request.model.name} on {where}{pins}"
-    miss, certificate = result.nearest_miss, result.certificate
+    certificate = result.certificate
     if not certificate.num_legal:
         head = f"no plan: each of the {certificate.num_points:,} layouts of {question} is refused by a rule"
         binding = list(_binding_lines(request))
         uneven = any(line.endswith(f"[{shape.batch.id}]") for line in binding)  # no point of a search
         counted = ["  counted below are layouts whose dp divides the sequences of a step:"] if uneven else []
         return "\n".join([head, *binding, *counted, *_refusal_lines(certificate.refusals)])
-    lines = [f"no plan: none of the {certificate.num_legal:,} legal layouts of {question} fits in memory"]
+    head = f"no plan: none of the {certificate.num_legal:,} legal layouts of {question} fits in memory"
+    return "\n".join([head, *smallest_lines(result.nearest_miss)])
+
+
+def why_none_yet(ended: str, miss: Plan | None) -> str:
+    """Say that a search was stopped before it had any plan, and by how much the smallest that was tried misses."""
+    head = f"no plan: {ended}, before any was found that fits. Give the search more time"
+    return "\n".join([head, *smallest_lines(miss)])
+
+
+def smallest_lines(miss: Plan | None) -> Iterator[str]:
+    """Say by how much the smallest plan misses memory, if one is known."""
     if miss and miss.prediction:
         peak, capacity = miss.prediction.peak_bytes, miss.prediction.capacity_bytes
         usable, headroom = miss.cluster.rank_memory_bytes, miss.headroom
@@ -331,12 +342,11 @@ def why_none(request: Request, result: SearchResult) -> str:
         supply = leaves if capacity < usable else "there are"  # what an allocator reserves may fill the headroom
         fullest = max(miss.prediction.stage_memory, key=lambda memory: memory.total)
         largest = sorted(fullest.parts.items(), key=lambda part: -part[1])[:3]
-        lines.append(
+        yield (
             f"  the smallest found is {miss.candidate}: {format_bytes(peak)} a rank "
             f"({', '.join(f'{part} {format_bytes(size)}' for part, size in largest)}), "
             f"{format_bytes(peak - capacity)} more than the {format_bytes(capacity)} that {supply}"
         )
-    return "\n".join(lines)
 
 
 def _binding_lines(request: Request) -> Iterator[str]:

@@ -1,7 +1,7 @@
 """A plain plan at once, by rules of thumb: the answer if a search is stopped before it has found any."""
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from autoshard.errors import InputError
 from autoshard.plan.candidate import Candidate
@@ -23,25 +23,34 @@ _PLAIN = {
 }
 
 
-def plain_plan(request: Request) -> Plan | None:
-    """Return the first plan that fits among few that look fastest, with 1F1B and full recompute where nothing is said.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plain:
+    """The first plan that fits among few that look fastest; without one, the smallest of those that were tried."""
+
+    plan: Plan | None = None
+    miss: Plan | None = None
+
+
+def plain_plan(request: Request) -> Plain:
+    """Try few plans that look fastest, with 1F1B and full recompute where nothing is said, until one fits.
 
     Where a plan does not fit, no other is tried whose weights are spread over no more ranks, with as many tokens.
     Tensors that are pinned may be refused in any layout, so that with them there is no plain plan.
     """
-    too_large = list[Needs]()
+    too_large = list[tuple[Needs, float, Plan]]()
     for candidate, engine in () if request.layouts else _likely(request):
         spread, tokens = _needs(candidate)
-        if any(spread <= more and tokens >= fewer for more, fewer in too_large):
+        if any(spread <= more and tokens >= fewer for (more, fewer), _, _ in too_large):
             continue
         plan = request.plan(candidate, engine, tables=False)
         assert plan.prediction, "a plan of a candidate has its prediction"
-        if plan.prediction.peak_bytes <= request.capacity_bytes(plan.kernels):
-            return request.plan(candidate, engine)
-        too_large.append((spread, tokens))
+        excess = plan.prediction.peak_bytes - request.capacity_bytes(plan.kernels)
+        if excess <= 0:
+            return Plain(plan=request.plan(candidate, engine))
+        too_large.append(((spread, tokens), excess, plan))
         if len(too_large) == _MOST:
             break
-    return None
+    return Plain(miss=min(too_large, key=lambda tried: tried[1])[2] if too_large else None)
 
 
 def _needs(candidate: Candidate) -> Needs:

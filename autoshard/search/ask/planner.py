@@ -30,7 +30,7 @@ from autoshard.search.ask.choice.doubt import DOUBT, Within
 from autoshard.search.ask.choice.hinge import experts_hinge
 from autoshard.search.ask.choice.hunt import hunted
 from autoshard.search.ask.choice.searched import EngineResult, order_of
-from autoshard.search.ask.plain import plain_plan
+from autoshard.search.ask.plain import Plain, plain_plan
 from autoshard.search.ask.vendor.answer import vendor_answer
 from autoshard.search.bound.legal_space import LegalSpace, legal_space
 from autoshard.search.bound.points import Solution
@@ -93,7 +93,7 @@ def search(
     engine that cannot run what is pinned leaves the answer to the others. ``nearest`` asks for the nearest miss;
     ``known`` keeps prices, which do not depend on memory.
     """
-    plain = plain_plan(request) if request.effort.at_once else None
+    plain = plain_plan(request) if request.effort.at_once else Plain()
     early = request.effort.at_once and num_plans > 1  # with one plan, other answers are not shown
     vendor = vendor_answer(request, watch) if early else None
     results = _search_engines(request, num_plans, watch, {} if known is None else known, nearest=nearest)
@@ -104,8 +104,8 @@ def search(
         ((result, result.evened(solution)) for result, solution in ranked[:num_plans]), key=order_of
     )
     plans = tuple(result.plan(solution) for result, solution in ranked[:num_plans])
-    if plain and not plans and not choice.plan:
-        plans, choice = (plain,), replace(choice, plan=plain, why=_AT_ONCE)
+    if plain.plan and not plans and not choice.plan:
+        plans, choice = (plain.plan,), replace(choice, plan=plain.plan, why=_AT_ONCE)
     fsdp, other, hinge = None, None, ""
     if simple_within == DOUBT and not simple_ended and plans:
         with suppress(SearchStopped):
@@ -115,6 +115,9 @@ def search(
             hinge = experts_hinge(results)
     misses = [result.plan(result.nearest_miss) for result in results if result.nearest_miss]
     certificate = reduce(Certificate.plus, (result.certificate for result in results), Certificate())
+    if nearest and not ranked and not (plain.miss or certificate.stopped):
+        plain = plain_plan(request)
+    misses += [plain.miss] if plain.miss else []
     if ranked and not certificate.stopped:
         certificate = replace(certificate, by_headroom=_with_less_headroom(*ranked[0]))
     return SearchResult(
