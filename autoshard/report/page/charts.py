@@ -12,6 +12,7 @@ _WIDTH, _HEIGHT = 480, 300
 _LEFT, _RIGHT, _TOP, _BOTTOM = 74, 20, 24, 44
 _ROOM = 0.06  # of the range that stays free at both ends
 _MOST_COLOURS = 8
+_MOST_DOTS = 60  # of a line, which show where it was measured
 _DECADE = 10
 _TOUCHING = 10  # dots with a label that are no further apart share it
 _NAME_BASE = 12  # on which the name of the axis upwards stands
@@ -228,7 +229,8 @@ def line_chart(
         path = "".join(f"{'L' if place else 'M'}{x(dot.x)} {y(dot.y)}" for place, dot in enumerate(line.points))
         if line.joined:
             drawn.append(tag("path", d=path, class_=kind))
-        drawn.append([tag("circle", cx=x(dot.x), cy=y(dot.y), r=3.5, class_=kind, data_tip=dot.tip)
+        close = " close" if line.joined and len(line.points) > _MOST_DOTS else ""  # what is pointed at is not seen
+        drawn.append([tag("circle", cx=x(dot.x), cy=y(dot.y), r=3.5, class_=kind + close, data_tip=dot.tip)
                       for dot in line.points if dot.tip])  # fmt: skip
     names = {line.name: line.kind or f"c{number % _MOST_COLOURS}" for number, line in enumerate(lines)}
     names |= {band_name: "band"} if band else {}

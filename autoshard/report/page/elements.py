@@ -131,7 +131,12 @@ def notes(lines: Sequence[Cell]) -> list[Markup]:
     """Return notes as a list of warnings and as paragraphs, whose addresses can be clicked."""
     warned = [line for line in lines if isinstance(line, Words) and line.kind in ("warning", "bad")]
     warnings = [tag("ul", (tag("li", line.text) for line in warned), class_="warnings")] if warned else []
-    return [*warnings, *(tag("p", _linked(line)) for line in lines if line not in warned)]
+    soft = [isinstance(line, Words) and line.kind == "soft" for line in lines]
+    said = zip(lines, soft, strict=True)
+    return [
+        *warnings,
+        *(tag("p", _linked(line), class_="about" if small else None) for line, small in said if line not in warned),
+    ]
 
 
 def _linked(cell: Cell) -> Content:

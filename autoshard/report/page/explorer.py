@@ -57,8 +57,8 @@ def answer_fragment(shown: Shown, data: Node) -> Markup:
     if shown.total_tokens:
         about.append(("all tokens: ", total_words(plan, shown.total_tokens)))
     if answers.defaults:
-        about.append(f"assumed {answers.defaults}")
-    about += answers.remarks
+        about.append(Words(f"assumed {answers.defaults}", "soft"))
+    about += [Words(remark, "soft") for remark in answers.remarks]
     beside = shown_answers(answers.answers, shown.answer.name)
     tables = [answers_beside(plan, beside, shown.answer.name)] if len(beside) > 1 else []
     parts: list[Content] = [notes(lines), plan_head(shown.plan, data["plans"][0]), notes(about)]

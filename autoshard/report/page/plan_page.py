@@ -45,7 +45,7 @@ from autoshard.units import GIB, format_at_most, format_dollars, format_seconds
 SECTIONS = ("others", "pareto", "time", "timeline", "memory", "mesh", "blocks", "refused", "basis")  # of a whole page
 _STATE = ("weights", "gradients", "masters", "optimizer")
 _KEYS = {"activations": "activations, logits"}  # drawn as one area
-_NO_SEARCH = "This plan keeps no search: plans of runs, of --at and by hand do not, those of `autoshard plan` do."
+_NO_SEARCH = "This plan keeps no search, so that no other answer is known: it is of a run, of --at or made by hand."
 _NOTHING = 1e-9  # of a step
 _NEAR = 1.5  # times the fastest: slower layouts would squeeze the others into a corner
 
@@ -296,11 +296,12 @@ def _basis(shown: Sequence[ShownPlan]) -> Markup:
     sources = [(f"{chip.name}: {name}", text) for name, text in chip.sources.items()]
     sources += [(f"{link.name}: {name}", text) for link in cluster.links for name, text in link.sources.items()]
     sources += [("model", plan.model.source)] if plan.model.source else []
-    constants = plan.provenance.get("calibration.constants", "").replace(",", ", ")
+    pairs = [pair.partition("=") for pair in plan.provenance.get("calibration.constants", "").split(",")]
+    constants = [(name.replace("_", " "), number) for name, equals, number in pairs if equals and float(number)]
     return section(
         "basis",
         "What the figures rest on",
         [tag("p", f"Seconds{whose}: {basis}.") for whose, basis in zip(names, bases, strict=True)],
-        tag("p", "Constants: ", tag("code", constants)) if constants else None,
+        details("Constants of the seconds", table(Table("", ("constant", ">value"), constants))) if constants else None,
         details("Sources of the numbers of the cluster and the model", table(Table("", ("number", "source"), sources))),
     )

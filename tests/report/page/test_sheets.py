@@ -12,6 +12,7 @@ from autoshard.plan.diff import diff
 from autoshard.plan.explanation import Alternatives
 from autoshard.report.comparison import comparison_sheets
 from autoshard.report.explanation import explanation_sheets
+from autoshard.report.page.charts import Axis, Dot, Line, line_chart
 from autoshard.report.page.elements import table
 from autoshard.report.page.sweep_page import sweep_page
 from autoshard.report.plan_sheets import plan_sheets
@@ -91,3 +92,11 @@ def test_a_bar_without_a_width_and_a_text_to_paste_are_not_in_a_terminals_table(
     rows = [["a", Bar(0.5, 0), Words("tp=8,pp=4", "code")], ["b", Bar(1.0, 0), ""]]
     text = printed(Table("T", ("name", "bar", "layout"), rows, below="layout"))
     assert "bar" not in text and "layout" not in text and text.endswith("\n\na  tp=8,pp=4\n")
+
+
+def test_a_line_of_many_points_hides_its_dots_and_keeps_what_they_say():
+    axis = Axis(name="", text="{:g}".format)
+    for count, hidden in ((60, 0), (61, 61)):
+        dots = [Dot(x=place, y=place, tip=f"step {place}") for place in range(count)]
+        drawn = line_chart("", [Line(name="loss", points=dots)], axis, axis).text
+        assert drawn.count(' close"') == hidden and drawn.count("data-tip=") == count
