@@ -11,6 +11,7 @@ from autoshard.plan.codec import load as read_plan
 from autoshard.plan.plan import Plan
 from autoshard.report.page.account import Account
 from autoshard.report.sheet import Node
+from autoshard.run.folder import RUNS
 from autoshard.search.ask.python_words import python_words
 
 PlanLike = Plan | str | Path  # a plan, or the path of its file
@@ -188,7 +189,7 @@ def run(plan: str | Path, *, out: str | Path | None = None, **options: Any) -> P
     from autoshard.spec.recipe import RECIPES
 
     file = named_file(Path(plan), RECIPES)
-    folder = Path(out) if out is not None else Path("runs") / file.stem
+    folder = Path(out) if out is not None else Path(RUNS) / file.stem
     words = [str(file), "--out", str(folder)]
     for name, value in options.items():
         flag = f"--{name.replace('__', '.').replace('_', '-')}"

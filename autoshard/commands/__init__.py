@@ -106,7 +106,7 @@ EXAMPLES = {  # command lines that its help shows
         "autoshard sweep llama3-70b-scaling-trn1 --wandb PROJECT",
     ),
     "tokenize": (
-        "autoshard tokenize text/ --tokenizer tokenizer.json --out data/text",
+        "autoshard tokenize roneneldan/TinyStories --tokenizer bytes --out data/stories",
         "autoshard tokenize chats.jsonl --tokenizer tokenizer.json --chat --out data/chats",
     ),
     "convert": (

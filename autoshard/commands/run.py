@@ -17,6 +17,7 @@ from autoshard.plan.plan import Plan
 from autoshard.plan.proof import shrink
 from autoshard.report.run import dry_json, dry_notes, dry_sheet
 from autoshard.report.sheet import Node
+from autoshard.run.folder import RUNS
 from autoshard.run.protocol import HOST, EngineMode, Run
 from autoshard.runtime.dry import dry_rank, telling_ranks
 from autoshard.runtime.launch import given_rank, put_environment
@@ -76,7 +77,7 @@ def run(
     """
     tried = dry_run or rehearse is not None
     _refuse(plan, rehearse, restarts, dry=dry_run, dry_ranks=dry_ranks, compile_only=compile_only, profile=profile)
-    folder = out or Path("runs") / (f"{plan.stem}-compiled" if compile_only else plan.stem)
+    folder = out or Path(RUNS) / (f"{plan.stem}-compiled" if compile_only else plan.stem)
     fresh = tried or compile_only or resume == "never"
     before = StartBefore() if fresh else start_before(folder, training.values.get("checkpoint.to"))
     trained = _trained(training.over(before.training or Training()), plan, tried=tried)

@@ -2,8 +2,10 @@
 
 from pathlib import Path, PurePath
 
+from autoshard.errors import nearest
 from autoshard.files import is_aside
 
+RUNS = "runs"  # where the folders of runs lie, unless another place is named
 PLAN, TRAINING, ATTEMPTS, METRICS = "plan.json", "training.json", "attempts.jsonl", "metrics.jsonl"
 EVALUATIONS = "evaluations.jsonl"
 TRACKED = "tracked.json"  # the last step that each tracker has for certain
@@ -48,3 +50,9 @@ def checkpoint_step(folder: str) -> int | None:
     """Return the step of a checkpoint's name; None if it is none."""
     before, _, number = PurePath(folder).name.partition("step-")
     return int(number) if not before and number.isdecimal() else None
+
+
+def run_meant(folder: Path) -> str:
+    """Say which folder beside one that is not there may be meant, or how to start a run."""
+    there = [path.name for path in folder.parent.iterdir() if path.is_dir()] if folder.parent.is_dir() else []
+    return nearest(folder.name, there) if there else "To start a run, type: autoshard run tiny-text"

@@ -31,6 +31,8 @@ IN_AN_EMPTY_FOLDER = {
     "verify gone.json": "type: autoshard plan MODEL --nodes N --out gone.json",
     "verify notes.md": "notes.md: there is no such file. To make a plan file, type: autoshard plan MODEL --nodes N",
     "watch runs/first": "there is no such folder. To start a run, type: autoshard run tiny-text",
+    "generate runs/first --prompt a": "no such file or folder. To start a run, type: autoshard run tiny-text",
+    "convert runs/first/step-10 out": "no such file or folder. To start a run, type: autoshard run tiny-text",
     "sweep --list": "Type the name after the command; autoshard list shows the names.",
     "tokenize gone.txt --tokenizer bytes --out data": "gone.txt: there is no such file or folder",
     "convert meta-llama/Llama-3-8B out": "type: hf download meta-llama/Llama-3-8B --local-dir Llama-3-8B",

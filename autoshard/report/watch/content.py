@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, cast, get_args
 
-from autoshard.errors import InputError, inside, nearest
+from autoshard.errors import InputError, inside
 from autoshard.plan.codec import load
 from autoshard.plan.plan import Plan
 from autoshard.run.activity import RankStatus, is_alive, read_status, why_still
@@ -27,6 +27,7 @@ from autoshard.run.folder import (
     TRAINING,
     checkpoint_step,
     precedes_plan,
+    run_meant,
 )
 from autoshard.run.reports import Phase, RouterReport, TimedStep
 from autoshard.spec.files import json_line, parsed_json
@@ -137,9 +138,7 @@ def _refuse_no_run(folder: Path) -> None:
     if folder.is_file():
         raise InputError.of(str(folder), f"is a file. Name the folder of a run, which holds {PLAN} and {METRICS}")
     if not folder.is_dir():
-        there = [path.name for path in folder.parent.iterdir() if path.is_dir()] if folder.parent.is_dir() else []
-        remedy = nearest(folder.name, there) if there else "To start a run, type: autoshard run tiny-text"
-        raise InputError.of(str(folder), f"there is no such folder. {remedy}")
+        raise InputError.of(str(folder), f"there is no such folder. {run_meant(folder)}")
     paths = list(folder.iterdir())
     names = {path.name for path in paths}
     if PLAN in names and not names & {TRAINING, METRICS, ATTEMPTS} and not any(map(precedes_plan, paths)):

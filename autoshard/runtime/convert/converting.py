@@ -14,7 +14,7 @@ from autoshard.errors import Fault, InputError, inside, require
 from autoshard.files import naming, replacing
 from autoshard.plan.codec import load
 from autoshard.plan.plan import Plan
-from autoshard.run.folder import PARTIAL, PLAN, checkpoint_step, folder_of
+from autoshard.run.folder import PARTIAL, PLAN, RUNS, checkpoint_step, folder_of, run_meant
 from autoshard.run.placement import StatePiece
 from autoshard.runtime.checkpoint.storage import Storage, StorageError
 from autoshard.runtime.convert.copying import JOURNAL, Copying, CopyProgress, TargetFile
@@ -47,10 +47,14 @@ Form = Literal["hf", "autoshard", "nxd", "pt"]
 def form_of(path: Path) -> Form:
     """Return the form of the weights in a folder, or in a file, told from the files alone."""
     if not path.exists():
+        is_run = RUNS in (path.parent.name, path.parent.parent.name)
         is_hub = not path.is_absolute() and len(path.parts) == 2 and not path.parent.exists()
-        usual = ". Weights are a folder of Hugging Face, or the checkpoint of a run: runs/NAME"
-        remedy = f". To download it, type: hf download {path} --local-dir {path.name}" if is_hub else usual
-        raise InputError.of(str(path), f"there is no such file or folder{remedy}")
+        remedy = "Weights are a folder of Hugging Face, or the checkpoint of a run: runs/NAME"
+        if is_run:
+            remedy = run_meant(path)
+        elif is_hub:
+            remedy = f"To download it, type: hf download {path} --local-dir {path.name}"
+        raise InputError.of(str(path), f"there is no such file or folder. {remedy}")
     if path.is_file():
         return "pt"
     ours = checkpoint_of(path)
