@@ -115,7 +115,8 @@ def _reading_notes(unread: Sequence[str], num_harmless: int) -> Iterator[Cell]:
     more = [f"and {len(unread) - _MOST_NAMED} more, which --json names"] if len(unread) > _MOST_NAMED else []
     if shown:
         yield Words(f"not read: {'; '.join([*shown, *more])}", "warning")
-    yield Words(f"{counted(num_harmless, 'key')} of the file without effect on the time or memory of a step", "soft")
+    if num_harmless:
+        yield Words(f"{counted(num_harmless, 'key')} of the file without effect on time or memory of a step", "soft")
 
 
 def export_json(answer: ExportAnswer, out: str, remark: str) -> dict[str, Any]:
