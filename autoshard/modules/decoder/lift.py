@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -69,10 +69,13 @@ def lift_decoder(
     )  # fmt: skip
     model = ModelSpec(name=name, source=source, **traits, traced=traced)
     count, total = _graph(model, stack).num_parameters(), sum(parameter.numel() for parameter in module.parameters())
-    notes = [*embed.notes, *(note for part in layers.parts.values() for note in part.notes), *layers.notes, *head.notes]
+    of_layers = said_once(note for part in layers.parts.values() for note in part.notes)
+    notes = [*embed.notes, *of_layers, *layers.notes, *head.notes]
     notes += _left_out(model, stack, (embed, head), layers)
     beside = [captured.parameters.get(value.name, value.name) for value in stack.beside]
-    notes += [f"{value} goes along beside the hidden state, and is planned as an input" for value in beside]
+    goes = "goes along beside the hidden state, and is planned as an input"
+    goes = goes if len(beside) == 1 else "go along beside the hidden state, and are planned as inputs"
+    notes += [f"{', '.join(beside)} {goes}"] if beside else []
     frozen = sum(parameter.numel() for parameter in module.parameters() if not parameter.requires_grad)
     notes += [f"{frozen:,} of {total:,} parameters are frozen, and planned as if they were trained"] if frozen else []
     notes += [f"{total - count:,} of {total:,} parameters are not in the plan"] if count < total else []
@@ -83,6 +86,19 @@ def lift_decoder(
     notes += [f"it is not the card of its config: {difference}" for difference in differences[:_MOST_SAID]]
     notes += [*loss_notes(end), *_drops(module)]
     return replace(model, traced=replace(traced, num_parameters=count, unlifted=tuple(notes)))
+
+
+def said_once(notes: Iterable[str]) -> list[str]:
+    """Return notes that begin with the part of which they are, those that several parts have as one.
+
+    >>> said_once(["layer: q_own is", "layer: k_own is", "layer_2: k_own is"])
+    ['layer: q_own is', 'layer, layer_2: k_own is']
+    """
+    parts: dict[str, list[str]] = {}
+    for note in notes:
+        part, _, words = note.partition(": ")
+        parts.setdefault(words, []).append(part)
+    return [f"{', '.join(those)}: {words}" for words, those in parts.items()]
 
 
 def _drops(module: torch.nn.Module) -> Iterator[str]:

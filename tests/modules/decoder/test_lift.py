@@ -293,7 +293,7 @@ class Twice(Own):
 
 def test_a_second_tensor_goes_on_beside_the_hidden_state():
     model = lifted(on_meta(Twice))
-    assert model.traced and any("goes along beside the hidden state" in note for note in model.traced.unlifted)
+    assert model.traced and any(" along beside the hidden state" in note for note in model.traced.unlifted)
 
 
 # -- what is refused, and why -----------------------------------------------------------------------

@@ -87,7 +87,7 @@ def test_a_layer_that_attends_twice_is_planned_by_all_of_its_work():
     assert model.traced.carried == ("batch", "packed_rows", "hidden")
     assert model.traced.sizes["packed_rows"] == SOURCE + TARGET + 1  # the bias of 32 numbers takes a row
     said = " ".join(model.traced.unlifted)
-    assert "readers.0.attention.bias.weight goes along beside the hidden state" in said
+    assert "readers.0.attention.bias.weight" in said and " along beside the hidden state" in said
     assert "FLOPs" not in said  # those of the plan are those of the code
 
 
