@@ -301,6 +301,7 @@ def _work(end: Connection, group: dict[str, Any], work: bytes, *, stays: bool = 
     try:
         body, args, replaced = dill.loads(work)
         dist.init_process_group("gloo", **group)
+        dist.barrier()  # a rank that fails at once would close connections that others still make
         with pytest.MonkeyPatch.context() as patch:
             for place, name, value in replaced:
                 patch.setattr(import_module(place) if isinstance(place, str) else place, name, value)
