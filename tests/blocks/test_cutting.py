@@ -3,10 +3,11 @@
 import functools
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from autoshard.blocks.choices import atom_dims
-from autoshard.blocks.cutting import Meshes, Terms, operator_problem, solved_cutting
+from autoshard.blocks.cutting import Meshes, Terms, operator_problem, shared_cuttings, solved_cutting
 from autoshard.blocks.problem import ring_of_s
 from autoshard.cost.built_in import built_in
 from autoshard.cost.predict import predict
@@ -19,6 +20,7 @@ from autoshard.plan.candidate import boundary_cuts
 from autoshard.plan.lowering import ATOMS
 from autoshard.plan.recompute import Recompute
 from autoshard.plan.rules.strategy import strategy_rules
+from autoshard.search.bound.watch import SearchStopped
 from autoshard.spec.model_catalogue import model_names
 from tests.cost.cases import ask, candidate_of
 from tests.slower import rest_is_slow
@@ -117,3 +119,27 @@ def test_every_card_can_be_cut_on_both_engines(model):
             terms = Terms(engine=engine, sequence_parallel=candidate.sequence_parallel)
             cutting = solved_cutting(question, candidate, terms)
             assert cutting.boundary == boundary_cuts(None, sequence_parallel=candidate.sequence_parallel)
+
+
+def test_cuttings_of_many_meshes_may_be_stopped_between_any_two_parts_of_a_block():
+    question, candidate, _ = solved("experts")
+    mesh, looks = Meshes.of(question, candidate), list[int]()
+    columns = Meshes(
+        atoms={atom: np.array([size]) for atom, size in mesh.atoms.items()},
+        num_sequences=np.array([mesh.num_sequences]),
+        num_micro_batches=np.array([mesh.num_micro_batches]),
+        ring=mesh.ring,
+    )
+    terms = Terms(engine=question.cluster.engine, sequence_parallel=candidate.sequence_parallel)
+    next(shared_cuttings(question, columns, (terms, 0.0), lambda: looks.append(0)))
+    num_ops = sum(len(question.step.block(kind, Recompute()).ops) for kind in question.step.kinds)
+    assert len(looks) > num_ops / 3, "each operation and each tensor that is delivered is a part"
+
+    def stop() -> None:
+        if len(looks) == 5:
+            raise SearchStopped("in the middle")
+        looks.append(0)
+
+    looks.clear()
+    with pytest.raises(SearchStopped):
+        next(shared_cuttings(question, columns, (terms, 0.0), stop))

@@ -96,7 +96,8 @@ def said_once(notes: Iterable[str]) -> list[str]:
     """
     parts: dict[str, list[str]] = {}
     for note in notes:
-        part, _, words = note.partition(": ")
+        part, colon, words = note.partition(": ")
+        assert colon, f"a note begins with its part: {note}"
         parts.setdefault(words, []).append(part)
     return [f"{', '.join(those)}: {words}" for words, those in parts.items()]
 
