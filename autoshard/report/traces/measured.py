@@ -11,12 +11,13 @@ from autoshard.errors import InputError
 from autoshard.plan.plan import Plan
 from autoshard.report.page.runs import run_data
 from autoshard.report.rank_row import PASSES
+from autoshard.report.traces.ticks import slice_times, ticks
 from autoshard.run.folder import PROFILES, profile_path
 from autoshard.spec.files import parsed_json
 
 _ACTION = re.compile(r"[FBIW]\d+\.\d+")
 _FILE = re.compile(r"step-(\d+)-rank-(\d+)\.json\.gz")
-_US, _TICKS_PER_US = 1e6, 1024  # as in the predicted trace
+_US = 1e6
 _FIRST_PROCESS = 100_000  # behind those of pipeline ranks
 
 
@@ -97,8 +98,7 @@ def _named(process: int, name: str, lanes: Mapping[int, str]) -> Iterator[dict[s
 
 
 def _slice(process: int, lane: int, action: MeasuredPass, category: str, args: dict[str, Any]) -> dict[str, Any]:
-    begin, end = (round(at_s * _US * _TICKS_PER_US) for at_s in (action.start_s, action.start_s + action.time_s))
-    times = {"ts": begin / _TICKS_PER_US, "dur": (end - begin) / _TICKS_PER_US}
+    times = slice_times(ticks(action.start_s), ticks(action.start_s + action.time_s))
     return {"ph": "X", "pid": process, "tid": lane, **times, "cat": category, "name": action.name, "args": args}
 
 

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from autoshard.blocks.inside import BlockPieces, PassContents, PassPiece
 from autoshard.plan.plan import rounded
+from autoshard.report.traces.ticks import ticks
 
 NESTED = {  # categories of slices that lie inside others
     "block": "a layer, the embedding or the head",
@@ -17,7 +18,7 @@ NESTED = {  # categories of slices that lie inside others
 }
 _KINDS = {"kernel": "kernel", "collective": "collective", "waiting": "start"}
 _GRADIENTS = {"I": "input gradients", "W": "weight gradients"}
-_WITHIN = 3  # ticks from the end of a slice to that of the last in it: viewers cut times to nanoseconds
+_WITHIN = 3  # ticks from the end of a slice to that of the last in it: Perfetto rounds both to nanoseconds
 
 
 class NestedSlice(NamedTuple):
@@ -30,15 +31,13 @@ class NestedSlice(NamedTuple):
     args: Mapping[str, Any]
 
 
-def nested_slices(
-    contents: PassContents, kind: str, stage: int, begin: int, end: int, per_s: float
-) -> list[NestedSlice]:
-    """Return the slices inside a pass that runs from ``begin`` to ``end``; ``per_s`` ticks are a second."""
+def nested_slices(contents: PassContents, kind: str, stage: int, begin: int, end: int) -> list[NestedSlice]:
+    """Return the slices inside a pass that runs from ``begin`` to ``end``."""
     slices, start_s = list[NestedSlice](), 0.0
     last = end - _WITHIN
 
     def span(from_s: float, until_s: float, within: int) -> tuple[int, int]:
-        return begin + round(from_s * per_s), min(within, begin + round(until_s * per_s))
+        return begin + ticks(from_s), min(within, begin + ticks(until_s))
 
     for block in contents.of(kind, stage):
         until_s = start_s + _seconds(block.pieces)

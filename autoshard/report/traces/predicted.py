@@ -18,11 +18,11 @@ from autoshard.plan.plan import Plan, rounded
 from autoshard.report.rank_row import PASSES, RankRow, rank_words
 from autoshard.report.traces.measured import MeasuredSteps, measured_events
 from autoshard.report.traces.nested import nested_slices
+from autoshard.report.traces.ticks import TICKS_PER_US, slice_times, ticks
 from autoshard.spec.record import encode
 
 MOST_BYTES = 20_000_000  # both viewers open such a file at once
 _COMPUTE, _AFTER, _SENDS = 1, 2, 3  # lanes; further ones of sends where several are under way at a time
-_TICKS_PER_US = 1024  # binary fractions: Perfetto cuts times to nanoseconds, and drops slices that overlap after that
 _INSIDE = 4  # ticks from where a slice begins to where an arrow meets it: at its very edge is another slice as well
 _SHORT = 1e-3  # of the pipelined part: waiting that is not drawn where space is short
 _MARGIN = 0.98  # of the size that is left: what does not shrink with the actions takes some of it
@@ -158,10 +158,6 @@ def _about(plan: Plan, trace: StepTimeline, ranks: Sequence["_RankEvents"]) -> E
     }
 
 
-def _ticks(time_s: float) -> int:
-    return round(float(time_s) * 1e6 * _TICKS_PER_US)
-
-
 def _seconds(parts: Mapping[str, float]) -> dict[str, float]:
     """Return the parts that are not zero, with the unit in their names."""
     return {f"{part}_s": rounded(time_s) for part, time_s in parts.items() if time_s}
@@ -174,22 +170,23 @@ class _RankEvents:
         self.row, self.step, self.rank, self.insides = row, row.step, row.rank, insides
         self.left_out, self.drawn = row.left_out, row.positions
 
-    def _event(self, phase: str, lane: int, ticks: int, **fields: Any) -> Event:
-        return {"ph": phase, "pid": self.row.number, "tid": lane, "ts": ticks / _TICKS_PER_US, **fields}
+    def _event(self, phase: str, lane: int, at: int, **fields: Any) -> Event:
+        return {"ph": phase, "pid": self.row.number, "tid": lane, "ts": at / TICKS_PER_US, **fields}
 
     def _slice(self, lane: int, begin: int, end: int, category: str, **fields: Any) -> Event:
-        return self._event("X", lane, begin, dur=(end - begin) / _TICKS_PER_US, cat=category, **fields)
+        times = slice_times(begin, end)
+        return {"ph": "X", "pid": self.row.number, "tid": lane, **times, "cat": category, **fields}
 
     def actions(self) -> Iterator[Event]:
         """Yield one slice per drawn action, and one slice with the sums of those that are left out."""
         rank, step = self.rank, self.step
         for position in self.drawn:
             kind, stage, micro_batch = self.row.action(position)
-            begin, end = _ticks(rank.start_s[position]), _ticks(rank.end_s[position])
+            begin, end = ticks(rank.start_s[position]), ticks(rank.end_s[position])
             args = {"stage": stage, "micro_batch": micro_batch, **_seconds(step.passes[kind, stage].parts)}
             yield self._slice(_COMPUTE, begin, end, PASSES[kind], name=f"{kind}{stage}.{micro_batch}", args=args)
             if micro_batch == 0 and (kind, stage) in self.insides:
-                for part in nested_slices(self.insides[kind, stage], kind, stage, begin, end, _ticks(1.0)):
+                for part in nested_slices(self.insides[kind, stage], kind, stage, begin, end):
                     yield self._slice(_COMPUTE, part.begin, part.end, part.category, name=part.name, args=part.args)
         if not self.left_out:
             return
@@ -204,7 +201,7 @@ class _RankEvents:
             sums.update({part: times * time_s for part, time_s in values.items()})
         args = {f"{kind}{stage}": times for (kind, stage), times in sorted(counts.items())}
         name = f"{max(counts.values())} micro-batches, drawn as one"
-        begin, end = _ticks(rank.start_s[first]), _ticks(rank.end_s[last])
+        begin, end = ticks(rank.start_s[first]), ticks(rank.end_s[last])
         yield self._slice(_COMPUTE, begin, end, "not drawn one by one", name=name, args={**args, **_seconds(sums)})
 
     def waiting(self) -> Iterator[Event]:
@@ -223,8 +220,8 @@ class _RankEvents:
         yield from self._wait(before_s, step.makespan_s)
 
     def _wait(self, begin_s: float, end_s: float) -> Iterator[Event]:
-        begin, end = _ticks(begin_s), _ticks(end_s)
-        least = _ticks(self.step.makespan_s * _SHORT) if self.left_out else 1  # one: sums of the same times may differ
+        begin, end = ticks(begin_s), ticks(end_s)
+        least = ticks(self.step.makespan_s * _SHORT) if self.left_out else 1  # one: sums of the same times may differ
         if end > begin + least:
             args = {"waiting_s": rounded(end_s - begin_s)}
             yield self._slice(_COMPUTE, begin, end, "waiting", name="waiting", args=args)
@@ -245,7 +242,7 @@ class _RankEvents:
             if receiver is not None and receiver in pass_starts:
                 arrow = {"cat": "sends", "name": "sends", "id": next(arrow_ids)}
                 ends.append(self._event("s", _SENDS + lane, start + _INSIDE, **arrow))
-                taken_from = self._event("f", _COMPUTE, _ticks(pass_starts[receiver]) + _INSIDE, bp="e", **arrow)
+                taken_from = self._event("f", _COMPUTE, ticks(pass_starts[receiver]) + _INSIDE, bp="e", **arrow)
                 ends.append({**taken_from, "pid": args["to"]})
         return slices, ends
 
@@ -256,17 +253,17 @@ class _RankEvents:
             its, name = self.row.pass_of(position), f"{kind}{stage}.{micro_batch}"
             start_s, end_s = self.rank.start_s[position], self.rank.end_s[position]
             if its.takes_from is not None and self.step.receive_s:
-                begin = _ticks(start_s - self.step.receive_s)
-                yield begin, _ticks(start_s), f"receive {name}", {"from": its.takes_from}, None
+                begin = ticks(start_s - self.step.receive_s)
+                yield begin, ticks(start_s), f"receive {name}", {"from": its.takes_from}, None
             if its.sends_to is not None and self.step.send_s:
                 receiver = kind == "F", stage + (1 if kind == "F" else -1), micro_batch
-                yield _ticks(end_s), _ticks(end_s + self.step.send_s), f"send {name}", {"to": its.sends_to}, receiver
+                yield ticks(end_s), ticks(end_s + self.step.send_s), f"send {name}", {"to": its.sends_to}, receiver
 
     def phases(self) -> Iterator[Event]:
         """Yield the slices after the pipeline."""
         for phase in self.step.phases:
             time_s = phase.seconds[self.row.number]
-            begin, end = _ticks(phase.start_s), _ticks(phase.start_s + time_s)
+            begin, end = ticks(phase.start_s), ticks(phase.start_s + time_s)
             args = {"part": phase.part, "time_s": rounded(time_s)}
             yield self._slice(_AFTER, begin, end, "after the pipeline", name=phase.name, args=args)
 
@@ -279,7 +276,7 @@ class _RankEvents:
         for position in sorted(positions):
             size = int(rank.held_bytes[position])
             if size != moments[-1][1]:
-                moments.append((_ticks(rank.held_from_s[position]), size))
-        moments.append((_ticks(self.step.end_s), moments[-1][1]))
-        for ticks, size in moments:
-            yield self._event("C", _COMPUTE, ticks, name="memory", args={"bytes": size})
+                moments.append((ticks(rank.held_from_s[position]), size))
+        moments.append((ticks(self.step.end_s), moments[-1][1]))
+        for at, size in moments:
+            yield self._event("C", _COMPUTE, at, name="memory", args={"bytes": size})

@@ -67,7 +67,7 @@ def test_passes_of_a_recorded_step_stand_beside_the_predicted_ones(run):
     ]
     lanes = {names[pid]: slices for (pid, _), slices in lanes_of(events).items() if names[pid] in said}
     (median,) = lanes[said[0]]
-    assert median["dur"] == 4e6 and median["cat"] == "measured step"
+    assert median["dur"] == pytest.approx(4e6, abs=1e-2) and median["cat"] == "measured step"
     drawn = lanes["measured: pipeline rank 1 (rank 2)"]
     assert [(event["name"], event["ts"], event["dur"]) for event in drawn] == [
         ("F1.0", pytest.approx(100, abs=1e-2), pytest.approx(30, abs=1e-2)),
