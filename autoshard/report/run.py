@@ -1,12 +1,14 @@
 """A run: the lines of its steps, and the sheet that compares what was predicted and measured at its end."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any, NamedTuple
 
 from autoshard.cost.predict import sent_by_stage
 from autoshard.plan.plan import Plan
 from autoshard.report.sheet import Cell, Node, Sheet, Table, Words
 from autoshard.report.words import compiled_words, counted, prediction_of, ranks_text
+from autoshard.run.other_programs import BusyProcessors
 from autoshard.run.reports import DryRank, Measured, RunReport, TimedStep, with_nulls
 from autoshard.spec.kernels import load_kernels
 from autoshard.units import format_bytes, format_count, format_seconds, format_wait
@@ -132,6 +134,9 @@ def run_sheet(plan: Plan, run: Node, *, comparable: bool) -> Sheet:
         if any(pair["measured"].value is not None for group in run["ranks"] for _, pair in group[key].entries()):
             tables.append(table)
             notes += _saved_notes(plan) if key == "memory_bytes" else []
+    if (programs := run.at("other_programs")).value:
+        words = str(BusyProcessors(**programs.value))
+        notes += [f"Meanwhile {words}: without them, a step takes less."] if words else []
     return Sheet(name="run", title="Predicted and measured", tables=tables, notes=notes)
 
 
@@ -164,6 +169,7 @@ def run_json(plan: Plan, report: RunReport) -> dict[str, Any]:
             {"ranks": ranks, "memory_bytes": memory, "sent_bytes": sent}
             for ranks, memory, sent in alike_ranks(plan, report.ranks)
         ],
+        "other_programs": asdict(report.other_programs) if report.other_programs else None,
     }
 
 

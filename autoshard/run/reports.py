@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from autoshard.run.other_programs import BusyProcessors
+
 WARM_UP = 2  # steps that allocate, connect and cache; they are no measure of the others
 WINDOW = 20  # steps whose median is compared
 _LARGEST_LOG = 700.0  # of a number that a float holds
@@ -177,6 +179,7 @@ class RunReport:
     ranks: tuple[Measured, ...]
     signal: int = 0  # that stopped it before its last step
     unsaved: str = ""  # why its state at the end is in no checkpoint
+    other_programs: BusyProcessors | None = None  # while it took steps, if that was counted
 
     @property
     def kind(self) -> Literal["run", "short"]:

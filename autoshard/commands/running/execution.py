@@ -162,10 +162,8 @@ def _start(
 
     plan, run = execution.plan, execution.run
     here = execution.platform == plan.cluster.name
-    watch, grace_s = (
-        Watch(run.folder, plan, run.training.watchdog, here=here),
-        patience_s(plan, run.training.checkpoint, here=here),
-    )
+    watch = Watch(run.folder, plan, run.training.watchdog, here=here)
+    grace_s = patience_s(plan, run.training.checkpoint, here=here)
     placing = Placing(folder=run.folder, device=run.device, watch=watch, grace_s=grace_s)
     with display or nullcontext():
         show = display or (lambda _: None)
@@ -173,6 +171,7 @@ def _start(
             launched, plan.mesh.num_ranks, lambda say: train(plan, run, build, say, watch), show=show, placing=placing
         )
         if display and display.steps and report and report.steps:
+            report = replace(report, other_programs=display.steps.other_programs)
             display.steps.conclude(plan, report, execution.platform)
         return report
 

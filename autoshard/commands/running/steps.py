@@ -17,6 +17,7 @@ from autoshard.report.run import run_summary, step_line
 from autoshard.report.terminal import make_console
 from autoshard.report.traces.predicted import trace_text
 from autoshard.run.folder import EVALUATIONS, METRICS
+from autoshard.run.other_programs import BusyProcessors, OtherPrograms
 from autoshard.run.reports import EvaluatedStep, RunReport, TimedStep
 from autoshard.runtime.metrics.log import MetricsLog, Pace, Paced, record_of, records_in
 from autoshard.runtime.metrics.neuron_monitor import NeuronMonitor, neuron_record
@@ -59,7 +60,7 @@ class StepDisplay:
         config = {"candidate": str(plan.candidate), "plan": encode(plan), "training": encode(training)}
         self._trackers = Trackers(trackers, config, shown)
         self._pace = Pace(training.steps, plan.prediction if plan.cluster.name == platform else None)
-        self._monitor = NeuronMonitor()
+        self._monitor, self._others = NeuronMonitor(), OtherPrograms()
         self._num_steps, self._judging, self._silent = training.steps, training.eval, silent
         self._held: tuple[int, dict[str, Any]] | None = None  # the last step, if trackers wait for its evaluation
         self._console = make_console()
@@ -89,8 +90,11 @@ class StepDisplay:
         self._held = step.number, record
         if not self._judging.is_due(step.number, self._num_steps):
             self._hand_on()
+        if step.phase == "steady":
+            self._others.begin()
+        busy = str(self.other_programs or "") if paced.warnings else ""
         for warning in paced.warnings:
-            self.say("warning", warning)
+            self.say("warning", f"{warning}. Meanwhile {busy}" if busy else warning)
         self._pass_on()
         self._num_shown += 1
         if self._silent:
@@ -142,6 +146,11 @@ class StepDisplay:
         self._log.close()
         if self._evaluations:
             self._evaluations.close()
+
+    @property
+    def other_programs(self) -> BusyProcessors | None:
+        """What other programs used of this machine since the first steady step."""
+        return self._others.busy()
 
     def conclude(self, plan: Plan, report: RunReport, platform: str) -> None:
         """Give trackers the comparison of run and prediction, which they log when they close."""

@@ -13,6 +13,7 @@ from autoshard.cost.predict import check_plan
 from autoshard.errors import InputError, RunFailed, Stopped
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.plan import Plan
+from autoshard.run.other_programs import OtherPrograms
 from autoshard.run.protocol import Run
 from autoshard.runtime.launch import Placing, launch
 from autoshard.runtime.machine import builder, user_folder
@@ -37,9 +38,10 @@ def predicted_here(plan: Plan) -> tuple[Plan, list[str]]:
         file, notes = constants_file(folder), list[str]()
         if file is None:
             print("autoshard: measuring this machine, once, for some seconds ...", file=sys.stderr)
-            measured = _measured(plan.mesh.num_ranks)
-            constants = learn(folder, measured)
-            notes.append(f"this machine was measured for the first time, and {folder} keeps that")
+            others = OtherPrograms()
+            constants = learn(folder, _measured(plan.mesh.num_ranks, others))
+            busy = f"while {words}, " if (words := str(others.busy() or "")) else ""
+            notes.append(f"this machine was measured for the first time, {busy}and {folder} keeps that")
         else:
             constants = load_calibration(file)
     except (OSError, InputError, RunFailed) as error:
@@ -72,8 +74,8 @@ def _short(constants: Calibration) -> str:
     return constants.basis.partition(":")[0]
 
 
-def _measured(num_ranks: int) -> str:
-    """Run some steps of a small model on as many ranks; return the measured row."""
+def _measured(num_ranks: int, others: OtherPrograms) -> str:
+    """Run some steps of a small model on as many ranks, with a look at other programs; return the measured row."""
     from autoshard.runtime.train import train
 
     work = Workload(seq_len=_SEQ_LEN, global_batch=2 * num_ranks, precision=Precision.named("bf16"))
@@ -84,7 +86,7 @@ def _measured(num_ranks: int) -> str:
         training = Training(steps=_STEPS, checkpoint=Checkpointing(to="none"))
         run = Run(folder=Path(folder), training=training)
         report = launch(
-            None, num_ranks, lambda say: train(plan, run, build, say), show=lambda _: None,
+            None, num_ranks, lambda say: train(plan, run, build, say), show=lambda _: others.begin(),
             placing=Placing(folder=run.folder),
         )  # fmt: skip
     if report.signal == signal.SIGINT:

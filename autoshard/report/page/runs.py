@@ -15,6 +15,7 @@ from autoshard.report.sheet import Node
 from autoshard.report.watch.content import read_run
 from autoshard.report.words import prediction_of
 from autoshard.run.folder import PLAN, REPORT
+from autoshard.run.other_programs import BusyProcessors
 from autoshard.run.reports import with_nulls
 from autoshard.spec.files import read_data
 from autoshard.spec.record import decode
@@ -95,12 +96,14 @@ class _Ended:
 
     step_time_s: _StepTimes | None = None
     ranks: tuple[_RankBytes, ...] = ()
+    other_programs: BusyProcessors | None = None
 
 
 def _ended(path: Path) -> dict[str, object]:
     """Read the comparison of a run; one that has not ended has none. A file of another form is refused."""
     data = decode(dict[str, object], read_data(path), path) if path.is_file() else {}
-    comparison = {"step_time_s": data.get("step_time_s"), "ranks": data.get("ranks", [])}
+    comparison = {"step_time_s": data.get("step_time_s"), "ranks": data.get("ranks", []),
+                  "other_programs": data.get("other_programs")}  # fmt: skip
     decode(_Ended, comparison, path)
     return comparison
 
