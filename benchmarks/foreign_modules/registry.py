@@ -21,11 +21,12 @@ class Package:
     version: str
     licence: str
     install: str
+    imports: tuple[str, ...] = ()  # what it needs, and does not ask for when it is installed
 
     @property
     def is_installed(self) -> bool:
         """Whether it can be imported here."""
-        return importlib.util.find_spec(self.imported) is not None
+        return all(importlib.util.find_spec(name) is not None for name in (self.imported, *self.imports))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,10 +41,9 @@ class ForeignModule:
     training: bool = False  # for those whose dropout is off by default, and whose norms depend on the mode
 
 
-def _pip(imported: str, version: str, licence: str, name: str = "") -> Package:
-    return Package(
-        imported=imported, version=version, licence=licence, install=f"pip install {name or imported}=={version}"
-    )
+def _pip(imported: str, version: str, licence: str, name: str = "", imports: tuple[str, ...] = ()) -> Package:
+    install = " ".join([f"pip install {name or imported}=={version}", *imports])
+    return Package(imported=imported, version=version, licence=licence, install=install, imports=imports)
 
 
 PACKAGES: Mapping[str, Package] = {
@@ -52,7 +52,7 @@ PACKAGES: Mapping[str, Package] = {
     "x-transformers": _pip("x_transformers", "2.31.10", "MIT", "x-transformers"),
     "diffusers": _pip("diffusers", "0.42.1", "Apache-2.0"),
     "transformers": _pip("transformers", "5.23.0", "Apache-2.0"),
-    "torchtitan": _pip("torchtitan", "0.2.2", "BSD-3-Clause"),
+    "torchtitan": _pip("torchtitan", "0.2.2", "BSD-3-Clause", imports=("triton",)),
     "nanoGPT": Package(
         imported="nanoGPT", version="3adf61e", licence="MIT",
         install="git clone https://github.com/karpathy/nanoGPT, and name the folder around it in PYTHONPATH",
