@@ -53,6 +53,10 @@ def test_the_message_about_memory_says_by_how_much_the_smallest_plan_misses():
     request = ask("llama3-70b", "trn1.32xlarge")
     found = search(request)
     text = why_none(request, found)
+    counts = found.certificate
+    assert counts.num_too_large == counts.num_legal > 0 == counts.num_tables, (
+        "no block is cut where states are too large"
+    )
     assert found.nearest_miss and found.nearest_miss.prediction
     peak = found.nearest_miss.prediction.peak_bytes
     assert f"the smallest found is {found.nearest_miss.candidate}: {format_bytes(peak)} a rank" in text

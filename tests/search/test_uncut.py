@@ -30,15 +30,16 @@ def test_no_cut_block_takes_or_holds_less_than_its_bound(case):
 
         meshes = atoms, lambda over, numbers=part.numbers: pricer.ring(over, numbers)
 
-        def uncut(capacity, terms=terms, space=space, meshes=meshes):
-            return uncut_seconds(pricer.question, terms, space.rows, meshes, capacity)
+        def uncut(capacity, num_ranks=space.rows["pp"], terms=terms, space=space, meshes=meshes):
+            rows = {**space.rows, "pp": np.broadcast_to(num_ranks, len(space.rows["pp"]))}
+            return uncut_seconds(pricer.question, terms, rows, meshes, capacity)
 
         bound, least_s = uncut(np.inf), least_of_any(part.at_least, [Candidate()], np.inf)
         assert (bound <= np.maximum(least_s, fullest_s(pricer.question, part)) * SURE).all() and (bound > 0).all()
         for num_ranks in (1, pricer.question.model.num_layers):
             held = least_peak(pricer.with_recompute(part), num_ranks)
             for number, size in enumerate(held.tolist()):
-                assert np.isfinite(uncut(size)[number]), "what fits is not left out"
+                assert np.isfinite(uncut(size, num_ranks)[number]), "what fits is not left out"
         assert np.isinf(uncut(1e6)).all(), "and what cannot fit is"
 
 

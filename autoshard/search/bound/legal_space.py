@@ -84,6 +84,27 @@ class LegalSpace:
         reduced = (variant.only(np.flatnonzero(layouts[variant.layouts])) for variant in self.variants)
         return replace(self, variants=tuple(variant for variant in reduced if len(variant.layouts)))
 
+    def of_least_memory(self) -> "LegalSpace":
+        """Return the part that keeps little in flight: 1F1B, the smallest micro-batches, all or nothing recomputed.
+
+        Where a space has none of these, it is whole in that respect.
+        """
+        plain = [variant for variant in self.variants if variant.space.base.schedule == "1f1b"] or self.variants
+        least = min(int(variant.space.rows["mbs"].min()) for variant in plain)
+        selected = [variant.only(np.flatnonzero(variant.space.rows["mbs"] == least)) for variant in plain]
+        extreme = [all(kind.kind != "selective" for kind in kinds) for kinds in self.space.recomputes]
+        chosen = np.flatnonzero(extreme if any(extreme) else np.ones(len(extreme)))
+        recomputes = tuple(self.space.recomputes[number] for number in chosen.tolist())
+        return replace(
+            self,
+            space=replace(self.space, recomputes=recomputes),
+            variants=tuple(
+                replace(variant, space=replace(variant.space, recomputes=recomputes), allowed=variant.allowed[chosen])
+                for variant in selected
+                if len(variant.layouts)
+            ),
+        )
+
 
 def node_groups(cluster: Cluster, engine: Engine) -> tuple[int, ...]:
     """Return over how many ranks of dp and cp an engine may divide states, so that each node holds a copy of them.

@@ -61,7 +61,7 @@ class MeshKinds:
         """Find the cuttings of the layouts of the next kind, and price these, but those far beyond a limit."""
         terms, layouts = self.unpriced[0]
         plain: list[PlainPoints] = []
-        if np.isfinite(limit_s) and self._leaves_some:
+        if self._leaves_some:
             layouts = self._near(terms, layouts, limit_s, records)
         try:
             cuttings = self._pricer.cuttings(layouts, self.pinned(terms), self._goal.effort.gap) if len(layouts) else ()

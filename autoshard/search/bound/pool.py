@@ -208,19 +208,14 @@ class Pool:
                 yield from near.by_schedule()
 
     def smallest(self) -> Solution | None:
-        """Return the smallest solution that a short search finds among points that keep little in flight.
-
-        These are the points under 1F1B with the smallest micro-batches, if there are any.
-        """
-        legal = self.legal
-        plain = [variant for variant in legal.variants if variant.space.base.schedule == "1f1b"] or legal.variants
-        least = min(int(variant.space.rows["mbs"].min()) for variant in plain)
-        selected = (variant.only(np.flatnonzero(variant.space.rows["mbs"] == least)) for variant in plain)
-        few = replace(legal, variants=tuple(variant for variant in selected if len(variant.layouts)))
+        """Return the smallest solution that a short search finds in the part of the space that needs least memory."""
         goal = Goal(objective="memory", capacity=np.inf)
-        pool = Pool(self.pricer, few, goal, self._pins, lambda _: self._watch(SearchProgress))
-        pool._kinds.unpriced, pool._count = [], 1
+        pool = Pool(self.pricer, self.legal.of_least_memory(), goal, self._pins, lambda _: self._watch(SearchProgress))
+        pool._count = 1
         pool.left.plain += pool._kinds.priced_as(self._kinds)
+        while pool._kinds.unpriced and not self._kinds.cuttings:
+            pool.left.plain += pool._kinds.price_next(np.inf, pool._records)
+        pool._kinds.unpriced = []
         for _ in range(_LOOKS):
             if not pool._open_next():
                 break

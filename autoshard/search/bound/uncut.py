@@ -23,6 +23,7 @@ from autoshard.cost.kernel_run import KernelRun
 from autoshard.cost.setting import BlockMemory, BlockWork, Question, block_cost
 from autoshard.cost.sharded import CutBlocks, LoweredBlock
 from autoshard.graph.kinds.attention import SCORES, Attend, AttendGradient
+from autoshard.graph.kinds.optimizer import UPDATES
 from autoshard.graph.op import Op
 from autoshard.layout.layout import Cuts, Cutting, local_sizes
 from autoshard.layout.legal import cut_operations, op_dims, together
@@ -48,7 +49,7 @@ def uncut_seconds(
     """Return a lower bound of the step of every layout, for any schedule and recompute, however its blocks are cut.
 
     ``meshes`` has the sizes of the atoms of every layout, and the groups of ranks over some of them. The bound is
-    infinite where a rank has no room for what a layer keeps and makes again while it is at work.
+    infinite where a rank has no room for its share of all states, and for what a layer at work keeps and makes again.
     """
     (atoms, ring), sequences = meshes, rows["mbs"] * rows["dp"]
     sizes = question.sizes(sequences.astype(np.float64))
@@ -62,8 +63,16 @@ def uncut_seconds(
     fullest_s = most_layers * np.min(np.broadcast_arrays(*(pass_s[kind] for kind in layers)), axis=0)
     rank_s = np.maximum(all_s / rows["pp"], fullest_s)
     held = np.min([blocks[kind].held_bytes(sizes, columns) for kind in layers], axis=0)
-    fits = _peak_bytes(question, held) <= capacity
+    num_ranks = rows["pp"] * math.prod(columns.values())
+    fits = _peak_bytes(question, held + _state_bytes(question) / num_ranks) <= capacity
     return np.where(fits, question.workload.global_batch // sequences * rank_s * (1 - SURE), np.inf)
+
+
+def _state_bytes(question: Question) -> float:
+    """Return the bytes of all weights, gradients, masters and moments, each on one rank only."""
+    workload = question.workload
+    part_bytes = workload.precision.state_bytes(UPDATES[workload.optimizer].num_moments)
+    return float(question.step.graph.num_parameters() * sum(part_bytes.values()))
 
 
 def _messages(question: Question, terms: Terms, kind: str, atom: str) -> Sequence[Message]:
