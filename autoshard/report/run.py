@@ -246,7 +246,7 @@ def dry_sheet(run: Node) -> Sheet:
 
 def dry_notes(plan: Plan, ranks: Sequence[DryRank]) -> list[str]:
     """Return which ranks each counted rank represents, how much of the step was executed, and what predictions mean."""
-    notes = [f"rank {dry.rank} represents {len(dry.alike)} ranks: {ranks_text(dry.alike)}" for dry in ranks]
+    notes = [f"rank {dry.rank} represents {counted(len(dry.alike), 'rank')}: {ranks_text(dry.alike)}" for dry in ranks]
     represented = {rank for dry in ranks for rank in dry.alike}
     if missing := [rank for rank in range(plan.mesh.num_ranks) if rank not in represented]:
         notes.append(f"not executed: ranks {ranks_text(missing)}. Without --dry-ranks one rank of every kind is")
