@@ -13,6 +13,7 @@ import autoshard
 from autoshard.errors import InputError
 from autoshard.modules.blocks import traced_block
 from autoshard.modules.capture import capture
+from autoshard.modules.fingerprint import block_hash
 from autoshard.modules.local import LocalDims
 from autoshard.modules.proof import ModuleRun
 from autoshard.modules.shard import shard_module
@@ -246,13 +247,29 @@ def test_one_tensor_given_twice_is_cut_in_one_place_only():
         assert max(one.error for one in compared(run, random_cuts(block, chosen))) < 1e-12
 
 
+def scaled(factor: float) -> Any:
+    @autoshard.local("batch _ -> batch _")
+    def times(x: torch.Tensor) -> torch.Tensor:
+        return x * factor
+
+    return times
+
+
 def test_functions_of_one_name_stay_two():
-    def scaled(factor: float) -> Any:
-        @autoshard.local("batch _ -> batch _")
-        def times(x: torch.Tensor) -> torch.Tensor:
-            return x * factor
-
-        return times
-
     two, three = scaled(2.0), scaled(3.0)
     assert float(two(torch.ones(1, 1))) == 2 and float(three(torch.ones(1, 1))) == 3
+
+
+def test_a_file_that_is_run_again_has_the_same_program():
+    def hashed(order: tuple[int, ...]) -> str:
+        functions = scaled(2.0), scaled(3.0)  # a second run of a file marks its functions again
+
+        class Scaled(torch.nn.Linear):
+            def forward(self, input: torch.Tensor) -> torch.Tensor:
+                y = super().forward(input)
+                return sum((functions[place](y) for place in order), y)
+
+        captured = capture(Scaled(4, 4), (torch.randn(6, 4),))
+        return block_hash(traced_block(captured.program, Precision.named("fp32")))
+
+    assert hashed((0, 1)) == hashed((0, 1)) != hashed((0, 0))

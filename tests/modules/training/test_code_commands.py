@@ -16,6 +16,7 @@ from tests.slower import rest_is_slow
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 SOURCE = """
 import torch
+import autoshard
 from torch.nn import functional
 from tests.modules.training.own_decoders import Encoder, Gpt, Llama, Experts, Smoothed, Told, Typed, first_dense
 
@@ -67,6 +68,28 @@ class Hiding(Encoder):
 
 def hiding():
     return Hiding()
+
+class Bent(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return torch.round(x * 64) / 64
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+@autoshard.local("batch seq hidden -> batch seq hidden")
+def bent(x):
+    return Bent.apply(x)
+
+class Bending(Gpt):
+    def forward(self, tokens):
+        x = self.words(tokens)
+        for layer in self.layers:
+            x = bent(layer(x))
+        return self.out(self.norm(x))
+
+def bending():
+    return Bending(layers=2)
 """
 ASKED = "--cluster local --ranks 2 --seq-len 16 --global-batch 8 --precision fp32"
 
@@ -135,12 +158,13 @@ def test_an_encoder_that_hides_words_is_planned_proven_trained_and_goes_on_under
 
 @pytest.mark.slow
 @pytest.mark.ranks
-def test_a_module_that_takes_targets_gets_the_next_tokens(typed: Typed):
-    assert typed(f"plan --module mine.py:told {ASKED} --fix tp=2,mbs=2")[0] == 0
+@pytest.mark.parametrize("name", ["told", "bending"])
+def test_targets_of_a_module_are_the_next_tokens_and_marked_functions_of_its_file_are_run(name: str, typed: Typed):
+    assert typed(f"plan --module mine.py:{name} {ASKED} --fix tp=2,mbs=2")[0] == 0
     code, out, err = typed("verify plan.json --json")
     assert code == 0 and max(block["error"] for block in json.loads(out)["code"]["blocks"]) < 1e-12, err
-    assert typed("run plan.json --steps 6 --learning-rate 0.01 --schedule.warm-up-steps 0 --out runs/told")[0] == 0
-    by_step = losses("runs/told")
+    assert typed("run plan.json --steps 6 --learning-rate 0.01 --schedule.warm-up-steps 0 --out runs/one")[0] == 0
+    by_step = losses("runs/one")
     assert by_step[6] < by_step[1] - 0.05  # the tokens of a run without data follow one another
 
 
