@@ -8,6 +8,7 @@ and the function that writes the MLP down. Texts of plans, schedules and graphs 
 import hashlib
 import importlib
 import importlib.util
+import re
 import sys
 import traceback
 import types
@@ -20,6 +21,7 @@ from autoshard.errors import Fault, InputError, file_faults, require
 
 Part = TypeVar("Part")
 _PREFIX = "extension."  # of the entries of files in a plan's provenance
+_RUN = "autoshard_module_"  # what begins the names of files with a function that was asked for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,8 +93,9 @@ def user_function(where: str, option: str) -> Callable[[], Any]:
     require((bool(name and function), option, f"{where} names no function. {forms}"))
     if name.endswith(".py"):
         path = Path(name)
-        require((path.is_file(), option, f"there is no file {name}"))
-        module = run_file(path.resolve(), f"autoshard_module_{path.stem}", f"{option} {path}")
+        require((path.is_file(), option, f"there is no file {name}{'' if path.is_absolute() else f' in {Path.cwd()}'}"))
+        _search_first(path.resolve().parent)
+        module = run_file(path.resolve(), f"{_RUN}{path.stem}", f"{option} {path}")
     else:
         sys.path.insert(0, str(Path.cwd()))  # as `python -m` does
         try:
@@ -103,6 +106,37 @@ def user_function(where: str, option: str) -> Callable[[], Any]:
             sys.path.pop(0)
     require((callable(getattr(module, function, None)), option, f"{name} has no function {function}"))
     return getattr(module, function)
+
+
+def is_imported(where: str) -> bool:
+    """Say whether a text names a function of what Python can import, and no file.
+
+    >>> [is_imported(text) for text in ("package.module:make", "my_models.py:make", "hf://user/set", "sets/web")]
+    [True, False, False, False]
+    """
+    return re.fullmatch(r"\w+(\.\w+)*:\w+", where) is not None and not where.rpartition(":")[0].endswith(".py")
+
+
+def from_folder(where: str, folder: Path) -> str:
+    """Return a function with the whole path of its file, which leads from a folder; what is imported has none."""
+    return where if is_imported(where) else str(folder / where)
+
+
+def _search_first(folder: Path) -> None:
+    """Let a file import those beside it, as `python FILE.py` does, and not those of one name beside another file."""
+    places = {name: _folder_of(module) for name, module in [*sys.modules.items()] if "." not in name}
+    others = {place for name, place in places.items() if name.startswith(_RUN)} - {folder, None}
+    for name in [*sys.modules]:
+        top = name.partition(".")[0]
+        if places.get(top) in others and ((folder / f"{top}.py").is_file() or (folder / top).is_dir()):
+            del sys.modules[name]
+    sys.path[:] = [str(folder), *(place for place in sys.path if place != str(folder))]
+
+
+def _folder_of(module: types.ModuleType) -> Path | None:
+    """Return the folder from which a module or a package is imported."""
+    path = Path(getattr(module, "__file__", None) or "")
+    return (path.parent.parent if path.name == "__init__.py" else path.parent) if path.name else None
 
 
 def run_file(path: Path, name: str, where: str) -> types.ModuleType:

@@ -19,7 +19,7 @@ from autoshard.jobs.quoting import word
 from autoshard.jobs.remarks import remarks
 from autoshard.jobs.shell import torchrun_files
 from autoshard.jobs.slurm import slurm_files
-from autoshard.plan.codec import load, plan_hash
+from autoshard.plan.codec import load, plan_hash, with_planned_code
 from autoshard.plan.plan import Plan
 from autoshard.spec.recipe import QuestionOptions
 from autoshard.spec.training import Training
@@ -60,12 +60,14 @@ def launch(
     checked = check_plan(plan_of(plan, question, nodes), to_run=True)
     if checked.rejections:
         return print_refused(checked.rejections, json=json)
-    edited = [checked.remark] if checked.remark else []
-    job_name = name or default_name(checked.plan)
+    edited, planned = [checked.remark] if checked.remark else [], checked.plan
+    if planned.code:
+        planned = with_planned_code(planned, planned.code.in_folder(Path(place.volume or Path.cwd())))
+    job_name = name or default_name(planned)
     run = run_folder or (job_name if place.volume else "run")
     run = run if "://" in run or not place.volume else str(Path(place.volume) / run)
     options = _from_anywhere(training, plan, place.volume)
-    job = Job(name=job_name, plan=checked.plan, training=options, place=place, run=run, setup=setup or "")
+    job = Job(name=job_name, plan=planned, training=options, place=place, run=run, setup=setup or "")
     files = {"slurm": slurm_files, "k8s": kubernetes_files, "torchrun": torchrun_files}[place.scheduler](job)
     if submit:
         there = f"Type the same where the cluster's jobs are submitted, or leave --submit out, take {out} there, and"
@@ -75,7 +77,7 @@ def launch(
             (not program or which(program) is not None, "--submit",
              f"there is no {program} here. {there} type bash {word(str(out / SUBMIT))}"),
         )  # fmt: skip
-    _write(files, out, checked.plan)
+    _write(files, out, planned)
     if submit:  # the job's own script prints job ids, the line to watch and the log
         done = subprocess.run(["bash", str(out / SUBMIT)], check=False, stdout=sys.stderr if json else None)
         if done.returncode:

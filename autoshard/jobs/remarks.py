@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from autoshard.cost.storage import stopping, storage_of
+from autoshard.extensions import is_imported
 from autoshard.jobs.job import Job
 from autoshard.units import format_seconds
 
@@ -14,6 +15,11 @@ _KILL_WAIT_S, _SPOT_S = 30, 120
 def remarks(job: Job) -> Iterator[str]:
     """Yield sentences about data and stopping, for the user who has just written a job."""
     yield from filter(None, [job.training.without_data])
+    code = job.plan.code.source if job.plan.code else ""
+    if code and job.place.volume and not is_imported(code):
+        yield f"the model is read from {code.rpartition(':')[0]}: copy this file, and what it imports, to the volume"
+    for name in filter(is_imported, (code, *job.training.data.sets, *job.training.eval.sets)):
+        yield f"{name} is imported: install it beside autoshard on the nodes, or name FILE.py:FUNCTION"
     stop, grace_s = stopping(job.plan), job.training.checkpoint.grace_seconds
     save = f"{format_seconds(stop.save_s)} for a save (assumed: {storage_of(job.plan.cluster).name})"
     yield f"stopping takes up to {format_seconds(stop.busy_s)}: {format_seconds(stop.step_s)} for a step, {save}"

@@ -1,11 +1,13 @@
 """What a plan says of a decoder's own code: where it is, which program it must be, and how its blocks are cut."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import numpy as np
 
 from autoshard.errors import require
+from autoshard.extensions import from_folder
 from autoshard.graph.op import Array
 from autoshard.spec.record import option
 from autoshard.spec.repeats import expand_counts
@@ -64,6 +66,10 @@ class PlannedCode:
             (bool(self.source), "source", "says where the code is: FILE.py:FUNCTION"),
             (is_whole, "strategies", "is empty, and nothing says why. Make the plan again"),
         )
+
+    def in_folder(self, folder: Path) -> "PlannedCode":
+        """Return it with the whole path of its file; a relative one leads from the folder."""
+        return replace(self, source=from_folder(self.source, folder))
 
     @property
     def layer_order(self) -> tuple[str, ...]:

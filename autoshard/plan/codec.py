@@ -10,6 +10,7 @@ from typing import Any, cast
 from autoshard.errors import InputError, file_faults, inside, no_such_file, require
 from autoshard.extensions import require_extensions
 from autoshard.files import replace_text
+from autoshard.plan.code import PlannedCode
 from autoshard.plan.plan import SCHEMA, SEARCH, Plan
 from autoshard.spec.file_kinds import MODULE_PLAN_FILE, PLAN_FILE, file_kind_of, refuse_other_kinds
 from autoshard.spec.files import parsed_json, read_data, shipped_files
@@ -167,6 +168,12 @@ def _plan_first(name: str) -> str:
         return f"To make a plan file, type: autoshard plan {name}"
     out = f" --out {name}" if name.endswith(".json") else ""
     return f"To make a plan file, type: autoshard plan MODEL --nodes N{out}"
+
+
+def with_planned_code(plan: Plan, code: PlannedCode) -> Plan:
+    """Return a plan with other code, of which its prediction holds as well."""
+    full = replace(plan, code=code)
+    return replace(full, prediction=plan.prediction and replace(plan.prediction, of=plan_hash(full)))
 
 
 def plan_hash(plan: Plan) -> str:

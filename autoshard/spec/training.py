@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from autoshard.errors import in_range, require
+from autoshard.extensions import from_folder
 
 LossOn = Literal["all", "answers"]
 Check = Literal["sizes", "full"]
@@ -314,7 +315,7 @@ class Training:
         """Return the settings with absolute paths; relative ones lead from the folder ``here``."""
 
         def whole(name: str) -> str:
-            return name if "://" in name else str(here / name)
+            return name if "://" in name else from_folder(name, here)
 
         to, weights = self.checkpoint.to, self.init_weights
         return replace(

@@ -119,3 +119,17 @@ def test_a_file_that_was_rewritten_in_the_same_second_is_read_again(tmp_path: Pa
         path.write_text(f"def layers():\n    return {number}\n", encoding="utf-8")
         os.utime(path, (1_700_000_000, 1_700_000_000))
         assert user_function(f"{path}:layers", "--module")() == number
+
+
+def test_a_file_imports_those_beside_it_and_none_of_their_names_beside_another_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    for number in (2, 3):
+        folder = tmp_path / str(number)
+        (folder / "parts_of_mine").mkdir(parents=True)
+        (folder / "parts_of_mine" / "__init__.py").write_text("from parts_of_mine.inner import N\n", encoding="utf-8")
+        (folder / "parts_of_mine" / "inner.py").write_text(f"N = {number}\n", encoding="utf-8")
+        text = "def layers():\n    import parts_of_mine\n    return parts_of_mine.N\n"
+        (folder / "mine.py").write_text(text, encoding="utf-8")
+        assert user_function(f"{folder}/mine.py:layers", "--module")() == number

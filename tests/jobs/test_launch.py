@@ -11,7 +11,8 @@ import yaml
 from autoshard.cli import main
 from autoshard.command_line.reading import read_options
 from autoshard.commands import command_of
-from autoshard.plan.codec import dump, load, plan_hash
+from autoshard.plan.code import PlannedCode
+from autoshard.plan.codec import dump, load, plan_hash, with_planned_code
 from tests.jobs.cases import FIRST, plan_of
 from tests.runtime.cases import ROOT, write_tiny
 
@@ -77,6 +78,26 @@ def test_paths_lead_where_they_lead_from_here_or_from_the_volume(line: str, base
     place = str(here) if base == "." else base
     assert options["data"]["sets"] == {f"{place}/sets/web": 2.0, "/far/code": 1.0}
     assert (options["init_weights"], options["checkpoint"]["to"]) == (f"{place}/weights", f"{place}/saved")
+
+
+@pytest.mark.parametrize(("line", "base"), [(TORCHRUN, "."), (f"{K8S} --mount /mnt", "/mnt")])
+@pytest.mark.parametrize("source", ["models/mine.py:make", "/far/mine.py:make", "models.mine:make"])
+def test_code_of_a_plan_leads_where_paths_lead(
+    source: str, line: str, base: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = with_planned_code(plan_of(FIRST), PlannedCode(source=source, order="a", fingerprints={"a": "b"},
+                                                           strategies={"a": {"c": "d"}}))  # fmt: skip
+    (here / "plan.json").write_text(dump(before), encoding="utf-8")
+    assert typed(f"{line} --data.set models.mine:data --data.set models/mine.py:data") == 0
+    said, job = capsys.readouterr().out, load(here / "job" / "plan.json")
+    place = str(here) if base == "." else base
+    assert job.code and job.prediction and job.prediction.of == plan_hash(job)
+    assert job.code.source == {"models/mine.py:make": f"{place}/{source}"}.get(source, source)
+    options = yaml.safe_load((here / "job" / "training.yaml").read_text(encoding="utf-8"))
+    assert {*options["data"]["sets"]} == {"models.mine:data", f"{place}/models/mine.py:data"}
+    assert "note: models.mine:data is imported: install it" in said and "edited" not in said
+    assert (f"note: {source} is imported" in said) == (source == "models.mine:make")
+    assert ("copy this file" in said) == (base == "/mnt" and ".py" in source)
 
 
 def test_the_folder_of_the_run_leads_from_the_volume_and_may_have_any_name(here: Path) -> None:

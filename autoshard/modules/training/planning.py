@@ -1,7 +1,6 @@
 """The code of a decoder in its plan: the hash of each part, and how a run cuts it."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 import torch
 
@@ -14,7 +13,7 @@ from autoshard.modules.training.layouts import code_programs, solved_tables
 from autoshard.modules.training.parts import LOSS_SHARE
 from autoshard.modules.training.reading import TracedCode, traced_code
 from autoshard.plan.code import PlannedCode
-from autoshard.plan.codec import plan_hash
+from autoshard.plan.codec import with_planned_code
 from autoshard.plan.plan import Plan
 from autoshard.spec.repeats import compress
 
@@ -29,8 +28,7 @@ def with_code(plan: Plan, source: str) -> Plan:
         code = _planned(plan, source)
     except InputError as error:
         code = PlannedCode(source=source, unrun=str(error))
-    full = replace(plan, code=code)
-    return replace(full, prediction=plan.prediction and replace(plan.prediction, of=plan_hash(full)))
+    return with_planned_code(plan, code)
 
 
 def made_code(plan: Plan, seed: int | None) -> TracedCode:
