@@ -28,7 +28,7 @@ class LayerCase:
 
 CASES: Mapping[str, LayerCase] = {
     "llama_8x8": LayerCase(model="llama", nodes=8, mesh="dp=8,tp=8", bar_s=2.0),
-    "llama_8x4x8": LayerCase(model="llama", nodes=32, mesh="dp=8,cp=4,tp=8", bar_s=8.0),
+    "llama_8x4x8": LayerCase(model="llama", nodes=32, mesh="dp=8,cp=4,tp=8", bar_s=4.0),
     "llama_8x8_half_memory": LayerCase(model="llama", nodes=8, mesh="dp=8,tp=8", bar_s=10.0, memory_share=0.5),
     "llama_8x4x8_half_memory": LayerCase(model="llama", nodes=32, mesh="dp=8,cp=4,tp=8", bar_s=10.0, memory_share=0.5),
     "vit_large_8x8": LayerCase(model="vit", nodes=8, mesh="dp=8,tp=8", bar_s=2.0),

@@ -31,7 +31,7 @@ from autoshard.modules.running.meshes import cluster_of, device_mesh_of
 from autoshard.modules.running.parts import allow_part_calls, refuse_part_calls
 from autoshard.modules.running.rank_program import RankProgram, local_shape
 from autoshard.modules.running.runner import RankRunner
-from autoshard.modules.running.wholes import part_like, save_whole
+from autoshard.modules.running.wholes import methods_for_parts, part_like
 from autoshard.modules.shard import Inputs, ModuleSharding, shard_module, sharding_of
 from autoshard.modules.state.tree import ModuleTree, tree_of
 from autoshard.plan.module_plan import ModulePlan, load_module_plan
@@ -204,9 +204,7 @@ def _sharded_class(kind: type[torch.nn.Module]) -> type[ShardedModule]:
     def forward(self: ShardedModule, *args: Any, **kwargs: Any) -> Any:
         return ShardedModule.forward(self, *args, **kwargs)
 
-    attributes = {"__module__": kind.__module__, "forward": forward}
-    if hasattr(kind, "save_pretrained"):
-        attributes["save_pretrained"] = save_whole
+    attributes = {"__module__": kind.__module__, "forward": forward, **methods_for_parts(kind)}
     return type(f"Sharded{kind.__name__}", (ShardedModule, kind), attributes)
 
 

@@ -68,16 +68,21 @@ def test_a_killed_trainer_resumes_on_any_mesh(tmp_path: Path, others: str):
         )
 
 
-def refused_alone() -> str:
+def refused_alone() -> list[str]:
     model: Any = autoshard.shard(decoder(), joined(samples()[:2]), "tp=2", results=["loss"])
-    with pytest.raises(InputError) as caught:
-        model.save_pretrained("nowhere")
-    return str(caught.value)
+    said = list[str]()
+    for name, value in (("save_pretrained", "nowhere"), ("push_to_hub", "me/mine"), ("resize_token_embeddings", 300)):
+        with pytest.raises(InputError) as caught:
+            getattr(model, name)(value)
+        said.append(str(caught.value))
+    return said
 
 
-def test_a_rank_alone_does_not_save_its_parts_as_the_whole():
-    for message in on_ranks(2, refused_alone, timeout_s=300):
-        assert message.startswith("save_pretrained: would write the parts of one rank; use autoshard.sharded_trainer")
+def test_a_rank_alone_neither_saves_its_parts_as_the_whole_nor_makes_other_parameters():
+    for saved, pushed, resized in on_ranks(2, refused_alone, timeout_s=300):
+        assert saved.startswith("save_pretrained: would write the parts of one rank; use autoshard.sharded_trainer")
+        assert pushed.startswith("push_to_hub: would write the parts of one rank; use autoshard.sharded_trainer")
+        assert resized.startswith("resize_token_embeddings: makes other parameters than the sharded module has; call")
 
 
 def loaded_whole() -> list[float]:

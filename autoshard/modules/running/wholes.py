@@ -11,6 +11,11 @@ from torch.utils._pytree import tree_map
 from autoshard.errors import InputError
 
 _REMEDY = "use autoshard.sharded_trainer(Trainer), or give state_dict=whole, of get_model_state_dict on all ranks"
+_BEFORE = "makes other parameters than the sharded module has; call it before autoshard.shard"
+_REFUSED = {
+    "push_to_hub": f"would write the parts of one rank; {_REMEDY}, and upload the folder",
+    **dict.fromkeys(("resize_token_embeddings", "add_adapter", "load_adapter"), _BEFORE),
+}
 
 
 def part_like(parameter: Any, whole: Any) -> Any:
@@ -47,6 +52,19 @@ def save_whole(
         raise InputError.of("save_pretrained", f"would write the parts of one rank; {_REMEDY}")
     above: Any = super(type(model), model)
     above.save_pretrained(save_directory, *args, state_dict=state_dict, **kw)
+
+
+def methods_for_parts(kind: type[Any]) -> Mapping[str, Any]:
+    """Return what those methods of transformers do that need whole weights, of those that a class of modules has."""
+
+    def refusing(name: str, why: str) -> Any:
+        def refuse(*_: Any, **__: Any) -> None:
+            raise InputError.of(name, why)
+
+        return refuse
+
+    methods = {name: refusing(name, why) for name, why in _REFUSED.items()}
+    return {name: method for name, method in {"save_pretrained": save_whole, **methods}.items() if hasattr(kind, name)}
 
 
 def sharded_trainer(kind: type[Any]) -> type[Any]:
