@@ -208,12 +208,14 @@ def _with_small_weights(parts: Parts) -> Parts:
     }
     small: dict[TracedStep, TracedStep] = {}  # how such values are made, in no layer
     for value in earlier_of_all(parts):
-        makers, numbers = steps_to(steps, [value]), [dim for dim in value.dims if dim not in batch]
+        numbers = [dim for dim in value.dims if dim not in batch]
+        if len(value.positions) == STATE_DIMS and len(numbers) < len(value.dims):
+            continue  # a state; all steps before it make it
+        makers = steps_to(steps, [value])
         weights = {read.value for step in makers for read in step.reads if read.value.origin == "parameter"}
-        is_state = len(value.positions) == STATE_DIMS and len(numbers) < len(value.dims)
         multiplies = any(step.sort == "product" or step.products for step in makers)
         is_few = sum(size_of(weight.dims) for weight in weights) <= size_of(tuple(numbers))
-        if is_few and not is_state and not multiplies:
+        if is_few and not multiplies:
             small |= {step: replace(step, path="") for step in makers}
     again = [small[step] for step in steps if step in small]
     changed = [_making([step for step in part if step not in small], again) for part in parts]
