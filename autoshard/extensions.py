@@ -125,10 +125,10 @@ def from_folder(where: str, folder: Path) -> str:
 def _search_first(folder: Path) -> None:
     """Let a file import those beside it, as `python FILE.py` does, and not those of one name beside another file."""
     places = {name: _folder_of(module) for name, module in [*sys.modules.items()] if "." not in name}
-    others = {place for name, place in places.items() if name.startswith(_RUN)} - {folder, None}
+    run_folders = {place for name, place in places.items() if name.startswith(_RUN)} - {folder, None}
     for name in [*sys.modules]:
         top = name.partition(".")[0]
-        if places.get(top) in others and ((folder / f"{top}.py").is_file() or (folder / top).is_dir()):
+        if places.get(top) in run_folders and ((folder / f"{top}.py").is_file() or (folder / top).is_dir()):
             del sys.modules[name]
     sys.path[:] = [str(folder), *(place for place in sys.path if place != str(folder))]
 
