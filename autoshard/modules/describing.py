@@ -13,7 +13,59 @@ from autoshard.spec.workload import DTYPE_BYTES
 from autoshard.units import format_bytes
 
 _FLAT = "flat/"
+_SIDES = ("columns", "rows")  # of weights
 _PASSES = {"F": "forward", "I": "backward", "W": "backward", "": "step"}
+
+
+def cut_lines(parameters: Mapping[str, str], traced: TracedBlock, cuts: Mapping[str, Cuts]) -> Iterator[str]:
+    """Yield a line for submodules whose products are cut alike: by columns or rows of weights, by heads, by tokens."""
+    roles: dict[str, dict[tuple[str, str], list[str]]] = defaultdict(lambda: defaultdict(list))
+    weight_dims = {dim for name in parameters for dim in traced.block.tensors[name].dims}
+    for op in (
+        op for op in traced.block.ops if op.pass_ == "F" and op.kind.matrix_flops(traced.block.call(op, traced.sizes))
+    ):
+        dims = {name: {*traced.block.tensors[name].dims} for name in (*op.inputs, *op.outputs)}
+        weights = [name for name in op.inputs if name in parameters]
+        others = set[str]().union(*(dims[name] for name in op.inputs if name not in parameters))
+        results = set[str]().union(*(dims[name] for name in op.outputs))
+        path = parameters[weights[0]].removesuffix(".weight") if weights else f"{traced.paths.get(op.name, '')}."
+        parent, _, leaf = path.rpartition(".")
+        of_path = roles[parent]
+        for dim, axes in cuts.get(op.name, {}).items():
+            if not weights:
+                role = "heads" if dim in weight_dims else "tokens"
+            elif not any(dim in dims[name] for name in weights):
+                role = "tokens"
+            else:
+                role = "columns" if dim in results else "rows" if dim in others else "experts"
+            of_path[role, ".".join(axes)] += [leaf] if leaf else []
+    yield from (
+        f"{pattern or 'the module'}: {words}"
+        for pattern, words in _grouped({path: _role_words(of) for path, of in roles.items()})
+    )
+
+
+def _role_words(roles: Mapping[tuple[str, str], Sequence[str]]) -> str:
+    """Say what axes cut of a submodule, from the names of its parts by role and axes.
+
+    >>> _role_words({("columns", "tp"): ["up"], ("rows", "tp"): ["down"], ("tokens", "dp"): ["up", "down"]})
+    'up by columns and down by rows over tp, as in Megatron-LM; tokens over dp'
+    >>> _role_words({("rows", "tp"): ["up"], ("columns", "tp"): ["down"]}), _role_words({})
+    ('up by rows and down by columns over tp', 'nothing is cut')
+    """
+
+    def named(role: str, axes: str) -> str:
+        return f"{', '.join(dict.fromkeys(roles[role, axes]))} by {role}"
+
+    words = [f"heads over {axes}" for role, axes in roles if role == "heads"]
+    for axes in dict.fromkeys(axes for role, axes in roles if role in _SIDES):
+        sides = [role for role, over in roles if over == axes and role in _SIDES]  # in the order of the products
+        as_known = ", as in Megatron-LM" if sides == [*_SIDES] else ""
+        words.append(f"{' and '.join(named(role, axes) for role in sides)} over {axes}{as_known}")
+    words += [f"{named(role, axes)} over {axes}" for role, axes in roles if role == "experts"]
+    tokens = sorted(axes for role, axes in roles if role == "tokens")
+    words += [f"tokens over {' and '.join(tokens)}"] if tokens else []
+    return "; ".join(words) or "nothing is cut"
 
 
 def parameter_lines(

@@ -28,7 +28,7 @@ from autoshard.layout.program import Compute, Given, Program
 from autoshard.layout.table import program_of
 from autoshard.modules.blocks import TracedBlock, traced_block
 from autoshard.modules.capture import Captured, capture, read
-from autoshard.modules.describing import parameter_lines, sent_lines
+from autoshard.modules.describing import cut_lines, parameter_lines, sent_lines
 from autoshard.modules.export import ExportedModule
 from autoshard.modules.fingerprint import block_hash
 from autoshard.modules.pins import Places, pinned_cuts
@@ -161,6 +161,7 @@ class ModuleSharding:
         cost, *_ = str(sharding).splitlines()
         weights = parameter_lines(self.captured.parameters, traced, self.program, sharding.rests)
         sections = {
+            "what is cut": cut_lines(self.captured.parameters, traced, self.solution.cuts),
             "the axes that cut each dim of a parameter": weights,
             "sent in a step, with the bytes of a rank": sent_lines(traced, self.program, mesh, sharding.rests),
             "whole on every rank, because nothing is known of the operation": iter(self.kept_whole),

@@ -32,6 +32,7 @@ def test_layers_that_are_alike_stand_in_one_line_with_what_they_send() -> None:
     first, *lines = text.splitlines()
     assert first.startswith("Sequential on 8 ranks (tp=8): ")
     assert "  *.up.weight    [/tp, _]" in lines and "  *.down.weight  [_, /tp]" in lines
+    assert "  *: up by columns and down by rows over tp, as in Megatron-LM" in lines
     sent = [line for line in lines if "all_reduce over tp" in line]
     sizes = f"{3 * ROWS * HIDDEN * 4 / 1024:.2f} KiB"
     assert sent == [
@@ -46,9 +47,34 @@ def test_a_layer_that_differs_has_a_line_and_copies_have_sums() -> None:
     pins = {f"{layer}.up.weight": "[/tp, _]" if layer else "[_, _]" for layer in range(4)}
     pins |= {f"{layer}.down.weight": "[_, /tp]" if layer else "[_, _]" for layer in range(4)}
     text = str(shard_module(module, inputs, "h100-80", "dp=2,tp=4", pins=pins, batch="dp", precision="fp32"))
+    assert (
+        "  0: tokens over dp\n  1-3: up by columns and down by rows over tp, as in Megatron-LM; tokens over dp\n"
+        in text
+    )
     assert "  1-3.up.weight" in text and "  1-3.down.weight" in text and "  0.{up,down}.weight" in text
     size = (2 + 6 / 4) * HIDDEN * WIDE * 4 / 1024
     assert f"  gradients: 8 x sums over dp, {size:.2f} KiB" in text
+
+
+class Mixed(torch.nn.Module):
+    """Attention, then a product for each of two experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = torch.nn.Linear(64, 192, bias=False), torch.nn.Linear(64, 64, bias=False)
+        self.experts = torch.nn.Parameter(torch.randn(2, 64, 32))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (part.unflatten(-1, (4, 16)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        attended = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+        return torch.bmm(self.out(attended.transpose(1, 2).flatten(2)).reshape(2, -1, 64), self.experts)
+
+
+def test_heads_are_named_and_products_of_many_weights_have_columns_and_rows_too() -> None:
+    pins = {"qkv.weight": "[/tp, _]", "out.weight": "[_, /tp]", "experts": "[_, /tp, _]"}
+    found = shard_module(Mixed(), [torch.randn(2, 512, 64)], "h100-80", "tp=4,rest=2", pins=pins)
+    line = next(line for line in str(found).splitlines() if line.startswith("  the module: "))
+    assert "heads over tp; " in line and "qkv by columns and out, experts by rows over tp, as in Megatron-LM" in line
 
 
 class Pair(torch.nn.Module):
