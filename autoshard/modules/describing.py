@@ -26,7 +26,7 @@ def cut_lines(parameters: Mapping[str, str], traced: TracedBlock, cuts: Mapping[
     ):
         dims = {name: {*traced.block.tensors[name].dims} for name in (*op.inputs, *op.outputs)}
         weights = [name for name in op.inputs if name in parameters]
-        others = set[str]().union(*(dims[name] for name in op.inputs if name not in parameters))
+        inputs = set[str]().union(*(dims[name] for name in op.inputs if name not in parameters))
         results = set[str]().union(*(dims[name] for name in op.outputs))
         path = parameters[weights[0]].removesuffix(".weight") if weights else f"{traced.paths.get(op.name, '')}."
         parent, _, leaf = path.rpartition(".")
@@ -37,7 +37,7 @@ def cut_lines(parameters: Mapping[str, str], traced: TracedBlock, cuts: Mapping[
             elif not any(dim in dims[name] for name in weights):
                 role = "tokens"
             else:
-                role = "columns" if dim in results else "rows" if dim in others else "experts"
+                role = "columns" if dim in results else "rows" if dim in inputs else "experts"
             of_path[role, ".".join(axes)] += [leaf] if leaf else []
     yield from (
         f"{pattern or 'the module'}: {words}"

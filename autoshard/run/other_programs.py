@@ -90,5 +90,5 @@ class OtherPrograms:
         begin, end = self._begin, ProcessorTime.now() if self._begin else None
         if begin is None or end is None or end.at_s <= begin.at_s:
             return None
-        others_s = (end.all_s - begin.all_s) - (end.ours_s - begin.ours_s)
-        return BusyProcessors(used=max(0.0, others_s / (end.at_s - begin.at_s)), of=os.cpu_count() or 1)
+        programs_s = (end.all_s - begin.all_s) - (end.ours_s - begin.ours_s)
+        return BusyProcessors(used=max(0.0, programs_s / (end.at_s - begin.at_s)), of=os.cpu_count() or 1)

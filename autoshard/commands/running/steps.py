@@ -60,7 +60,7 @@ class StepDisplay:
         config = {"candidate": str(plan.candidate), "plan": encode(plan), "training": encode(training)}
         self._trackers = Trackers(trackers, config, shown)
         self._pace = Pace(training.steps, plan.prediction if plan.cluster.name == platform else None)
-        self._monitor, self._others = NeuronMonitor(), OtherPrograms()
+        self._monitor, self._other_programs = NeuronMonitor(), OtherPrograms()
         self._num_steps, self._judging, self._silent = training.steps, training.eval, silent
         self._held: tuple[int, dict[str, Any]] | None = None  # the last step, if trackers wait for its evaluation
         self._console = make_console()
@@ -91,7 +91,7 @@ class StepDisplay:
         if not self._judging.is_due(step.number, self._num_steps):
             self._hand_on()
         if step.phase == "steady":
-            self._others.begin()
+            self._other_programs.begin()
         busy = str(self.other_programs or "") if paced.warnings else ""
         for warning in paced.warnings:
             self.say("warning", f"{warning}. Meanwhile {busy}" if busy else warning)
@@ -150,7 +150,7 @@ class StepDisplay:
     @property
     def other_programs(self) -> BusyProcessors | None:
         """What other programs used of this machine since the first steady step."""
-        return self._others.busy()
+        return self._other_programs.busy()
 
     def conclude(self, plan: Plan, report: RunReport, platform: str) -> None:
         """Give trackers the comparison of run and prediction, which they log when they close."""

@@ -38,9 +38,9 @@ def predicted_here(plan: Plan) -> tuple[Plan, list[str]]:
         file, notes = constants_file(folder), list[str]()
         if file is None:
             print("autoshard: measuring this machine, once, for some seconds ...", file=sys.stderr)
-            others = OtherPrograms()
-            constants = learn(folder, _measured(plan.mesh.num_ranks, others))
-            busy = f"while {words}, " if (words := str(others.busy() or "")) else ""
+            programs = OtherPrograms()
+            constants = learn(folder, _measured(plan.mesh.num_ranks, programs))
+            busy = f"while {words}, " if (words := str(programs.busy() or "")) else ""
             notes.append(f"this machine was measured for the first time, {busy}and {folder} keeps that")
         else:
             constants = load_calibration(file)
@@ -74,7 +74,7 @@ def _short(constants: Calibration) -> str:
     return constants.basis.partition(":")[0]
 
 
-def _measured(num_ranks: int, others: OtherPrograms) -> str:
+def _measured(num_ranks: int, programs: OtherPrograms) -> str:
     """Run some steps of a small model on as many ranks, with a look at other programs; return the measured row."""
     from autoshard.runtime.train import train
 
@@ -86,7 +86,7 @@ def _measured(num_ranks: int, others: OtherPrograms) -> str:
         training = Training(steps=_STEPS, checkpoint=Checkpointing(to="none"))
         run = Run(folder=Path(folder), training=training)
         report = launch(
-            None, num_ranks, lambda say: train(plan, run, build, say), show=lambda _: others.begin(),
+            None, num_ranks, lambda say: train(plan, run, build, say), show=lambda _: programs.begin(),
             placing=Placing(folder=run.folder),
         )  # fmt: skip
     if report.signal == signal.SIGINT:

@@ -45,15 +45,15 @@ def _spin(seconds: float) -> None:
 
 @pytest.mark.skipif(not Path("/proc/stat").is_file(), reason="only Linux counts what all programs use")
 def test_what_this_process_starts_is_not_counted_and_what_ends_meanwhile_stays_ours() -> None:
-    others = OtherPrograms()
-    others.begin()
-    assert others.busy() is None, "ranks that others started would count as other programs"
+    programs = OtherPrograms()
+    programs.begin()
+    assert programs.busy() is None, "ranks that others started would count as other programs"
     rank = get_context("fork").Process(target=_spin, args=(0.6,))
     rank.start()
     begin = ProcessorTime.now()
-    others.begin()
+    programs.begin()
     rank.join()
-    end, busy = ProcessorTime.now(), others.busy()
+    end, busy = ProcessorTime.now(), programs.busy()
     assert begin and end and busy and busy.of == os.cpu_count()
     assert end.ours_s - begin.ours_s == pytest.approx(0.6, abs=0.25)
     assert end.all_s - begin.all_s >= 0.8 * (end.ours_s - begin.ours_s)
@@ -65,11 +65,11 @@ def test_a_program_that_this_process_has_not_started_is_counted() -> None:
     double = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {spin!r}])"
     rank = get_context("fork").Process(target=time.sleep, args=(1.0,))
     rank.start()
-    others = OtherPrograms()
-    others.begin()
+    programs = OtherPrograms()
+    programs.begin()
     subprocess.run([sys.executable, "-c", double], check=True)  # its parent has ended: the program is nobody's child
     rank.join()
-    busy = others.busy()
+    busy = programs.busy()
     assert busy and busy.used > 0.2
 
 
