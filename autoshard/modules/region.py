@@ -215,6 +215,10 @@ class Tape:
 class Alias(Differentiable):
     """A tensor under another name, for a reader that calls its dims otherwise. Nothing is moved."""
 
+    def linear_through(self) -> Mapping[int, tuple[int, ...]]:
+        """Sums stay pending: gradients of a weight with several readers are summed over its copies once a step."""
+        return {0: (0,)}
+
     def evaluate(self, call: Call, *arrays: Array) -> tuple[Array, ...]:
         return arrays
 

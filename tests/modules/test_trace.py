@@ -433,3 +433,24 @@ def test_dims_that_a_tensor_has_both_or_that_were_set_apart_never_become_one():
         unify(third, one)
     with pytest.raises(NotAligned):
         unify((*fresh(2), *fresh(3)), (*fresh(3), *fresh(2)))
+
+
+class SharedTable(torch.nn.Module):
+    """An encoder and a decoder that read one table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.mix = torch.nn.Embedding(32, 16), torch.nn.Linear(16, 16, bias=False)
+
+    def forward(self, source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return (self.mix(self.table(source)).sum(1, keepdim=True) * self.table(target)).square().mean()
+
+
+def test_the_gradient_of_a_weight_with_two_readers_is_summed_over_its_copies_once_a_step() -> None:
+    module, ids = SharedTable().double(), torch.arange(16 * 4).reshape(16, 4) % 32
+    pins = {"table.weight": "[_, _]", "mix": "[/dp, _, _]", "table": "[/dp, _, _]"}
+    found = shard_module(module, [ids, ids.flip(0)], "h100-80", "dp=8", pins=pins)
+    (name,) = (name for name, path in found.captured.parameters.items() if path == "table.weight")
+    assert found.program.results[f"{name}.sum"].layout.sums == ("dp",), "and so ZeRO may share its states"
+    assert not [entry for entry in found.program.collectives() if "table" in entry.reads.tensor]
+    assert max(one.error for one in found.prove(module, [ids, ids.flip(0)])) < 1e-12
