@@ -13,6 +13,7 @@ from autoshard.plan.candidate import Candidate
 from autoshard.plan.rules.check import all_rules, rejections
 from autoshard.plan.rules.rule import Rejection
 from autoshard.search.bound.legal_space import VARIANT_KEYS, legal_space, run_choices
+from autoshard.search.bound.priced_layouts import LayoutPricer
 from autoshard.search.bound.request import Request
 from autoshard.search.bound.space import Space, divisors, recompute_choices, whole_space
 from autoshard.spec.cluster_catalogue import load_cluster
@@ -218,3 +219,22 @@ def test_what_is_not_listed_is_refused_or_the_same_as_what_is(request_: Request)
     for point in unlisted:
         same = known[bare(usual(point))]
         assert same.cost_of(point) == pytest.approx(same.cost_of(same.candidate), rel=1e-12), str(point)
+
+
+def test_the_part_that_needs_least_memory_is_priced_with_its_own_kinds_of_recompute():
+    request = ask("tiny-mixtral", ranks=8, global_batch=16, pins="kernels=torch_engine")
+    whole = legal_space(request, "torch")
+    small = whole.of_least_memory()
+    assert (
+        {str(kind) for (kind,) in small.space.recomputes}
+        == {"none", "full"}
+        < {str(kind) for (kind,) in whole.space.recomputes}
+    )
+    assert all(run.space.base.schedule == "1f1b" and set(run.space.rows["mbs"]) == {1} for run in small.variants)
+    assert all(len(run.allowed) == len(run.space.recomputes) for run in small.variants)
+    candidate = whole.space.candidate(0, 0)
+    cutting, pricer = request.cutting(candidate, "torch"), LayoutPricer(request.question(candidate), whole.space)
+    for legal in (whole, small, whole):  # one after the other, of the same layouts
+        (priced,) = pricer.priced(legal.space, cutting, {"contiguous": np.arange(1)})
+        kinds = pricer.with_recompute(priced).kinds
+        assert set(kinds) == {kind for (kind,) in legal.space.recomputes}

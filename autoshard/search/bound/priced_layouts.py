@@ -172,7 +172,8 @@ class LayoutPricer:
 
         The layouts are given by the order of the sequence over cp; ``apart`` as in ``lowered_alike``.
         """
-        key = cutting, space.base, space.sp, apart, *((order, numbers.tobytes()) for order, numbers in layouts.items())
+        numbers = ((order, of_order.tobytes()) for order, of_order in layouts.items())
+        key = cutting, space.base, space.sp, space.recomputes, apart, *numbers
         if key not in self._priced:
             self._priced[key] = list(self._without_recompute(space, cutting, layouts, apart=apart))
         return self._priced[key]
@@ -267,8 +268,7 @@ class LayoutPricer:
 
     def with_recompute(self, priced: PricedLayouts, rows: Rows | None = None) -> PricedLayouts:
         """Price the layers of such layouts, or of some of them, under every kind of recompute that may be used."""
-        if priced in self._with_recompute:
-            recomputed = self._with_recompute[priced]
+        if recomputed := self._with_recompute.get(priced):
             return recomputed if rows is None else recomputed.only(rows)
         priced = priced if rows is None else priced.only(rows)
         kinds, setting, question = kinds_of(priced.space.recomputes), priced.priced_in, self.question
