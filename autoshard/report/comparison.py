@@ -7,7 +7,7 @@ from autoshard.plan.diff import Breakdown, Diff, PlanChange, Term
 from autoshard.plan.explanation import WhyNot
 from autoshard.plan.plan import Plan
 from autoshard.report.sheet import Cell, Column, Fact, Node, Sheet, Table, Words, largest_of, sheet_rows
-from autoshard.report.words import TIME_WORDS, counted, ratio_words
+from autoshard.report.words import TIME_WORDS, ratio_words
 from autoshard.units import GIB, format_bytes, format_count, format_named, format_seconds
 
 _MOST_CHANGES, _MOST_LINES, _MOST_REASONS = 16, 6, 2
@@ -280,6 +280,6 @@ def _line_table(diff: Diff, heads: Names) -> Iterator[Table]:
     ]
     for block in diff.blocks:
         name, lines = (heads[0], block.a) if block.b is None else (heads[1], block.b)
-        rows.append((f"{block.name}: only {name} has this block ({counted(lines, 'line')})", "", ""))
+        rows.append((f"{block.name}: only {name} has this block ({lines} {'line' if lines == 1 else 'lines'})", "", ""))
     if rows:
         yield Table(f"Layouts of operations{differs}", ("", *heads), rows, stacked=True, whole=heads)
