@@ -60,8 +60,8 @@ def _role_words(roles: Mapping[tuple[str, str], Sequence[str]]) -> str:
     words = [f"heads over {axes}" for role, axes in roles if role == "heads"]
     for axes in dict.fromkeys(axes for role, axes in roles if role in _SIDES):
         sides = [role for role, over in roles if over == axes and role in _SIDES]  # in the order of the products
-        as_known = ", as in Megatron-LM" if sides == [*_SIDES] else ""
-        words.append(f"{' and '.join(named(role, axes) for role in sides)} over {axes}{as_known}")
+        as_usual = ", as in Megatron-LM" if sides == [*_SIDES] else ""
+        words.append(f"{' and '.join(named(role, axes) for role in sides)} over {axes}{as_usual}")
     words += [f"{named(role, axes)} over {axes}" for role, axes in roles if role == "experts"]
     tokens = sorted(axes for role, axes in roles if role == "tokens")
     words += [f"tokens over {' and '.join(tokens)}"] if tokens else []

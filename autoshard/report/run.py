@@ -136,7 +136,7 @@ def run_sheet(plan: Plan, run: Node, *, comparable: bool) -> Sheet:
             notes += _saved_notes(plan) if key == "memory_bytes" else []
     if (programs := run.at("other_programs")).value:
         words = str(BusyProcessors(**programs.value))
-        notes += [f"Meanwhile {words}: without them, a step takes less."] if words else []
+        notes += [f"Meanwhile {words}; the prediction has all of them for the run."] if words else []
     return Sheet(name="run", title="Predicted and measured", tables=tables, notes=notes)
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 _PROC = Path("/proc")
 _IDLE = (3, 4)  # columns of the line of all processors: idle, and waiting for a disk
-_OTHER_GUESTS = slice(0, 7)  # the columns before the time that other guests of the hardware took
+_COUNTED = slice(0, 7)  # the columns before the time that virtual machines beside this one took
 _NOTICED = 0.05  # of all processors: more than the services of a quiet machine use
 
 
@@ -35,13 +35,13 @@ class ProcessorTime:
             ticks = dict(_ticks_of(proc, root))
         except (OSError, ValueError):
             return None
-        busy = sum(columns[_OTHER_GUESTS]) - sum(columns[number] for number in _IDLE)
+        busy = sum(columns[_COUNTED]) - sum(columns[number] for number in _IDLE)
         ours = sum(ticks.values())
         return cls(at_s=time.monotonic(), all_s=busy / ticks_per_s, ours_s=ours / ticks_per_s)
 
 
 def _ticks_of(proc: Path, root: int) -> Iterator[tuple[int, int]]:
-    """Yield a process and all that descend from it, with the ticks that each took, and its ended children."""
+    """Yield a process and those that descend from it, each with its ticks and those of its ended children."""
     parents, ticks = dict[int, int](), dict[int, int]()
     for folder in proc.glob("[0-9]*"):
         with suppress(OSError):  # a process that has ended meanwhile

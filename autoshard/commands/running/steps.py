@@ -23,6 +23,7 @@ from autoshard.runtime.metrics.log import MetricsLog, Pace, Paced, record_of, re
 from autoshard.runtime.metrics.neuron_monitor import NeuronMonitor, neuron_record
 from autoshard.runtime.metrics.shown import ShownSteps
 from autoshard.runtime.metrics.trackers import Trackers, refuse_without_packages, trackers_of
+from autoshard.spec.cluster import LOCAL
 from autoshard.spec.record import encode
 from autoshard.spec.training import Training
 
@@ -60,7 +61,7 @@ class StepDisplay:
         config = {"candidate": str(plan.candidate), "plan": encode(plan), "training": encode(training)}
         self._trackers = Trackers(trackers, config, shown)
         self._pace = Pace(training.steps, plan.prediction if plan.cluster.name == platform else None)
-        self._monitor, self._other_programs = NeuronMonitor(), OtherPrograms()
+        self._monitor, self._other_programs, self._on_processors = NeuronMonitor(), OtherPrograms(), platform == LOCAL
         self._num_steps, self._judging, self._silent = training.steps, training.eval, silent
         self._held: tuple[int, dict[str, Any]] | None = None  # the last step, if trackers wait for its evaluation
         self._console = make_console()
@@ -90,7 +91,7 @@ class StepDisplay:
         self._held = step.number, record
         if not self._judging.is_due(step.number, self._num_steps):
             self._hand_on()
-        if step.phase == "steady":
+        if step.phase == "steady" and self._on_processors:
             self._other_programs.begin()
         busy = str(self.other_programs or "") if paced.warnings else ""
         for warning in paced.warnings:
@@ -149,7 +150,7 @@ class StepDisplay:
 
     @property
     def other_programs(self) -> BusyProcessors | None:
-        """What other programs used of this machine since the first steady step."""
+        """What other programs used of this machine since the first steady step, where ranks compute on processors."""
         return self._other_programs.busy()
 
     def conclude(self, plan: Plan, report: RunReport, platform: str) -> None:

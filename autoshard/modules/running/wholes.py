@@ -55,7 +55,7 @@ def save_whole(
 
 
 def methods_for_parts(kind: type[Any]) -> Mapping[str, Any]:
-    """Return what those methods of transformers do that need whole weights, of those that a class of modules has."""
+    """Return what replaces the methods of transformers that need whole weights, as far as a class has them."""
 
     def refusing(name: str, why: str) -> Any:
         def refuse(*_: Any, **__: Any) -> None:
