@@ -28,6 +28,7 @@ BENCHMARKS: Mapping[str, str] = {
     "checkpoint_bandwidth": "benchmarks.checkpoint_bandwidth:run",
     "load_weights": "benchmarks.load_weights:run",
     "runtime_vs_plain": "benchmarks.runtime_vs_plain:run",
+    "sharded_vs_plain": "benchmarks.sharded_vs_plain:run",
     "kernel_counts": "benchmarks.kernel_counts:run",
     "metrics_cost": "benchmarks.metrics_cost:run",
     "loader_start": "benchmarks.loading:loader_start",

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -187,9 +187,8 @@ def _own_part(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
     return tokens, labels
 
 
-def tensor_parallel(model: ModelSpec, seq_len: int, wrap: Wrap) -> Step:
-    """``parallelize_module`` with the plan of PyTorch's own tutorial, and its loss over a cut vocabulary."""
-    module, mesh = PlainLlama(model, seq_len), init_device_mesh("cpu", (dist.get_world_size(),))
+def parallelize(module: PlainLlama, mesh: DeviceMesh) -> None:
+    """Cut a module by the plan of PyTorch's own tutorial; logits stay cut over the vocabulary."""
     columns = dict.fromkeys(("q", "k", "v", "gate", "up"), ColwiseParallel())
     for layer in module.layers:
         parallelize_module(layer, mesh, {**columns, "o": RowwiseParallel(), "down": RowwiseParallel()})
@@ -198,6 +197,12 @@ def tensor_parallel(model: ModelSpec, seq_len: int, wrap: Wrap) -> Step:
         "head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
     }
     parallelize_module(module, mesh, ends)
+
+
+def tensor_parallel(model: ModelSpec, seq_len: int, wrap: Wrap) -> Step:
+    """``parallelize_module``, and its loss over a cut vocabulary."""
+    module = PlainLlama(model, seq_len)
+    parallelize(module, init_device_mesh("cpu", (dist.get_world_size(),)))
     weights = list(module.parameters())
     apart = [[one for one in weights if isinstance(one, DTensor) == cut] for cut in (False, True)]
     optimizer = torch.optim.AdamW([{"params": some} for some in apart], 1e-3, (0.9, 0.95), 1e-8, 0.1, fused=True)

@@ -120,7 +120,7 @@ def compared(case: Case, pairs: int = PAIRS) -> Mapping[str, Compared]:
                 engine = build(plan, Run(folder=Path(folder), training=Training(steps=1), mode=mode))
             other = case.plain(plan.model, plan.workload.seq_len, wrap)
             steps += [lambda engine=engine: engine.step(batches, 3e-4), lambda other=other: other(batches)]
-        return tuple([taken for step in steps for taken in _taken_s(step)] for _ in range(pairs + WARM_UP))[WARM_UP:]
+        return tuple([taken for step in steps for taken in spent_s(step)] for _ in range(pairs + WARM_UP))[WARM_UP:]
 
     with tempfile.TemporaryDirectory() as folder:
         found = launch(None, plan.mesh.num_ranks, body, show=lambda _: None, placing=Placing(folder=Path(folder)))
@@ -133,7 +133,7 @@ def compared(case: Case, pairs: int = PAIRS) -> Mapping[str, Compared]:
     }
 
 
-def _taken_s(step: Callable[[], object]) -> tuple[float, float]:
+def spent_s(step: Callable[[], object]) -> tuple[float, float]:
     """Return what a step takes by the clock, and of the processors of all ranks together."""
     dist.barrier()
     start_s, start_cpu_s = time.perf_counter(), time.process_time()

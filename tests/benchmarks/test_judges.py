@@ -27,6 +27,7 @@ from benchmarks import (
     report_page,
     runtime_vs_plain,
     shard_module,
+    sharded_vs_plain,
     simulate_pipeline,
     solve_block,
     sweep_choices,
@@ -249,6 +250,24 @@ def test_each_case_of_the_runtime_may_fail_it(slow: str | None) -> None:
     }
     result = runtime_vs_plain.judge(found)
     assert result.holds == (slow is None) and result.value == (0.8 if slow == "one" else 1.0)
+
+
+def test_a_sharded_module_is_judged_by_its_time_its_memory_and_what_it_learns() -> None:
+    fair = runtime_vs_plain.Compared(ratios=(0.99, 1.0, 1.01, 1.0, 0.98))
+    slow = runtime_vs_plain.Compared(ratios=(0.8, 0.81, 0.82, 0.8, 0.79))
+    same, more = sharded_vs_plain.Sides(3.0, 3.0), sharded_vs_plain.Sides(3.01, 3.0)
+
+    def judged(**worse: Any) -> Any:
+        case = sharded_vs_plain.Measured(
+            ratios={"generated_wall": fair, "generated_cpu": slow}, losses={"generated": same}, peak_bytes=same
+        )
+        return sharded_vs_plain.judge({"ddp": case, "tp_fsdp2": replace(case, **worse)})
+
+    assert judged().holds and judged().value == 1.0
+    faults: tuple[dict[str, Any], ...] = (
+        {"ratios": {"compiled_wall": slow}}, {"losses": {"generated": more}}, {"peak_bytes": more},
+    )  # fmt: skip
+    assert not any(judged(**worse).holds for worse in faults)
 
 
 def test_the_slower_schedule_is_judged_by_its_median() -> None:

@@ -28,6 +28,7 @@ from benchmarks import (
     plan_all,
     planning,
     runtime_vs_plain,
+    sharded_vs_plain,
     tokenize_speed,
 )
 from benchmarks.plain_llama import PlainLlama
@@ -151,6 +152,22 @@ def test_every_case_of_the_runtime_runs(name: str, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(runtime_vs_plain, "MODES", {"generated": plain_llama.as_it_is})
     for found in runtime_vs_plain.compared(runtime_vs_plain.CASES[name], pairs=2).values():
         assert len(found.ratios) == 2 and found.interval[0] <= found.median <= found.interval[1]
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+@pytest.mark.parametrize("name", sharded_vs_plain.CASES)
+def test_a_module_learns_the_same_sharded_and_by_hand(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One layer, without the compiler; both hold weights, moments and gradients, so that no peak may be below them."""
+    shape = replace(runtime_vs_plain.shape(), num_layers=1, vocab=2048)
+    monkeypatch.setattr(sharded_vs_plain, "shape", lambda: shape)
+    monkeypatch.setattr(sharded_vs_plain, "WARM_UP", 1)
+    measured = sharded_vs_plain.measured(sharded_vs_plain.CASES[name], pairs=2, modes={"generated": False})
+    losses, peaks = measured.losses["generated"], measured.peak_bytes
+    assert losses.ours == pytest.approx(losses.by_hand, abs=sharded_vs_plain.SAME_LOSS) and losses.ours < 7.6
+    ranks = 4 if name == "tp_fsdp2" else 1  # that share the weights by hand
+    assert min(peaks.by_hand, peaks.ours) > 4 * 4 * shape.num_parameters / ranks
+    assert {*measured.ratios} == {"generated_wall", "generated_cpu"}
 
 
 @pytest.mark.slow

@@ -87,6 +87,31 @@ def test_few_numbers_are_written_as_by_a_scatter(data: st.DataObject) -> None:
     assert before["scatter"] and not after["scatter"]
 
 
+@pytest.mark.parametrize(("dim", "size"), [(-1, 32_000), (1, 3), (0, 1)])
+def test_the_gradient_at_a_label_is_written_where_it_is_read(dim: int, size: int) -> None:
+    shape = [2, 3, 5]
+    shape[dim] = size
+    label = torch.randint(size, [1 if length == size and at == dim % 3 else length for at, length in enumerate(shape)])
+
+    def run(label: torch.Tensor, factor: torch.Tensor) -> Tensors:
+        return (torch.zeros(shape).scatter(dim, label, -1.5) * factor,)
+
+    before, after = both(run, label, torch.randn(()))
+    assert before["scatter"] and not after["scatter"]
+
+
+def test_numbers_at_several_places_of_a_row_stay_a_scatter() -> None:
+    def run(base: torch.Tensor, label: torch.Tensor) -> Tensors:
+        zeros = torch.zeros(4, 12)
+        return (
+            zeros.scatter(-1, label, 2.0), zeros.scatter(-1, label[:2, :1], 2.0), base.scatter(-1, label[:, :1], 2.0),
+            zeros.scatter(-1, label[:, :1], 2.0, reduce="add"),
+        )  # fmt: skip
+
+    before, after = both(run, torch.randn(4, 12), torch.randint(12, (4, 2)))
+    assert before["scatter"] == after["scatter"] == 4
+
+
 def test_other_scatters_stay() -> None:
     """Those along another dim, of more numbers, of fewer rows, and into what is no constant."""
     base, along = torch.randn(4, 12), torch.arange(4).view(1, 4)

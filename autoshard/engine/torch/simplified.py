@@ -24,6 +24,8 @@ def simplify(graph: GraphModule) -> None:
             _count_by_scan(graph.graph, node)
         elif node.target is _aten.scatter.src:
             _write_by_comparison(graph.graph, node)
+        elif node.target is _aten.scatter.value:
+            _write_number_by_comparison(graph.graph, node)
         elif node.target is _aten.sort.stable:
             _find_by_comparison(graph.graph, node)
     graph.graph.eliminate_dead_code()
@@ -86,6 +88,24 @@ def _write_by_comparison(graph: Graph, scatter: _Operation) -> None:
         found = _call(graph, _aten.gather.default, source, -1, _call(graph, _aten.clamp_min.default, number, 0))
         is_written = _call(graph, _aten.ge.Scalar, number, 0)
         scatter.replace_all_uses_with(_call(graph, _aten.where.self, is_written, found, base))
+
+
+def _write_number_by_comparison(graph: Graph, scatter: _Operation) -> None:
+    """Write a number at one place of each row of a constant where the result is read, as a loss does at its labels."""
+    base, dim, index, number = scatter.args
+    shape, written = [*scatter.meta["val"].shape], [*index.meta["val"].shape]
+    if base.target is not _aten.full.default or scatter.kwargs or not shape or not isinstance(shape[dim], int):
+        return
+    size, shape[dim] = shape[dim], 1
+    if written != shape:
+        return
+    row = [1] * len(shape)
+    row[dim] = size
+    with graph.inserting_before(scatter):
+        places = _call(graph, _aten.reshape.default, _counted(graph, size, index), row)
+        is_here = _call(graph, _aten.eq.Tensor, index, places)
+        value = _constant(graph, number, scatter)
+        scatter.replace_all_uses_with(_call(graph, _aten.where.self, is_here, value, base))
 
 
 def _find_by_comparison(graph: Graph, order: _Operation) -> None:
