@@ -4,6 +4,7 @@ import functools
 import itertools
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -93,6 +94,7 @@ class ProgramReader:
         self.makers: dict[str, Node] = {}
         self.kept_whole: list[str] = []
         self.numbers: Iterator[int] = itertools.count()
+        self.names = Counter(node.name for node in exported.nodes)  # of values, too
         floats = [weight.dtype for _, weight in exported.program.named_parameters() if weight.is_floating_point()]
         self.usual = exported.call.autocast or (floats[0] if floats else torch.float64)  # format of numbers
         self.parameters = exported.paths
@@ -210,6 +212,7 @@ class ProgramReader:
         name_places(node.name if is_given else "".join(hints), positions, int(node.op == "placeholder"))
         note(value.number, positions)
         self.values.append(value)
+        self.names[value.name] += 1
         view = self.views[node] = View(value, positions)
         return view
 
@@ -240,6 +243,7 @@ class ProgramReader:
             self._read(name, node)
         except (Collision, NotAligned):  # its dims cannot be told apart
             new_inputs = [value for value in self.values[values:] if value.origin != "made"]
+            self.names -= Counter(value.name for value in self.values[values:] if value.origin == "made")
             self.values[values:], self.steps[steps:] = new_inputs, []  # what the rule had added so far
             self.whole(node)
 
@@ -301,12 +305,9 @@ class ProgramReader:
         return readings, agreed(readings, rank, range(rank))
 
     def local(
-        self,
-        node: Node,
-        alignment: tuple[Sequence["Reading"], Sequence[Position]],
-        whole: Sequence[Position] = (),
+        self, node: Node, alignment: tuple[Sequence["Reading"], Sequence[Position]], whole: Sequence[Position] = (),
         **more: Any,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Add a step that each rank runs on its parts of the tensors."""
         self.step(node, alignment, whole=whole, **more)
 
@@ -331,8 +332,7 @@ class ProgramReader:
         paths = (self.parameters[read.view.value.name] for read in readings if read.view.value.name in self.parameters)
         path = next(paths, "")
         module_path = path.rpartition(".")[0] or path
-        used_names = {named.name for named in (*self.values, *self.exported.nodes)}
-        return free_name(module_path.replace(".", "_"), used_names) if path else ""
+        return free_name(module_path.replace(".", "_"), self.names) if path else ""
 
     def step(  # noqa: PLR0913
         self,
@@ -370,6 +370,7 @@ class ProgramReader:
         slots = {source: TensorPlace(number) for number, source in enumerate(tensors_of((node.args, node.kwargs)))}
         with_slots: Any = replaced((node.args, node.kwargs), slots)
         self.values.append(value)
+        self.names[value.name] += 1
         if number is None and math.prod(map(size_of, positions)) == output.numel():
             self.makers[value.name] = node
         self.steps.append(

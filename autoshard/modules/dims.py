@@ -41,6 +41,8 @@ class Dim:
         """Return the dim that stands for all that are equal to this one."""
         dim = self
         while dim.same is not None:
+            if dim.same.same is not None:
+                dim.same = dim.same.same  # chains grow with the layers, and are asked for at each
             dim = dim.same
         return dim
 

@@ -73,9 +73,7 @@ def stack_of(program: TracedProgram, logits: Traced, samples: Position = ()) -> 
     require((all(len(position) == 1 for position in shape), names[0], message))
     results = [
         state if state in read else read[-1]  # a layer may make more, behind its result
-        for state, read in zip(
-            states[1:], (read_behind(parts, number) for number in range(1, len(parts) - 1)), strict=True
-        )
+        for state, read in zip(states[1:], read_behind(parts)[1:-1], strict=True)
     ]
     live: list[tuple[Traced, ...]] = [(), *live_values(parts, states, results, weights_in_common(parts)), ()]
     embed, *layers, head = (

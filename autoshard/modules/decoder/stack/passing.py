@@ -26,10 +26,13 @@ def earlier_of_all(parts: Sequence[Steps]) -> tuple[Traced, ...]:
     return tuple(dict.fromkeys(value for part in parts[1:] for value in earlier(part)))
 
 
-def read_behind(parts: Sequence[Steps], number: int) -> list[Traced]:
-    """Return what a part makes for later ones, in the order in which it does."""
-    read = {value for part in parts[number + 1 :] for value in earlier(part)}
-    return [step.makes for step in parts[number] if step.makes in read]
+def read_behind(parts: Sequence[Steps]) -> list[list[Traced]]:
+    """Return what each part makes for later ones, in the order in which it does."""
+    read, behind = set[Traced](), list[list[Traced]]()
+    for part in reversed(parts):
+        behind.append([step.makes for step in part if step.makes in read])
+        read |= {*earlier(part)}
+    return behind[::-1]
 
 
 def hidden_states(names: Sequence[str], parts: Sequence[Steps]) -> list[Traced]:
@@ -37,12 +40,12 @@ def hidden_states(names: Sequence[str], parts: Sequence[Steps]) -> list[Traced]:
 
     ``names`` are those of the layers and of the head. What no later part reads goes first, and then what is made last.
     """
-    reads_of, states = [earlier(part) for part in parts], list[Traced]()
+    reads_of, makes_for_later, states = [earlier(part) for part in parts], read_behind(parts), list[Traced]()
     for number, name in enumerate(names, 1):
         reads, nothing = reads_of[number], "reads nothing of a trained weight that comes before"
         require((bool(reads), name, f"{nothing}. {_REMEDY}"))
         later = {value for values in reads_of[number + 1 :] for value in values}
-        handed_on = read_behind(parts, number)[-1:]
+        handed_on = makes_for_later[number][-1:]
         lost = "makes nothing that comes after it reads, so that it is no layer of a stack"
         require((bool(handed_on) or number == len(names), name, lost))
 
@@ -69,7 +72,7 @@ def weights_in_common(parts: Sequence[Steps]) -> tuple[Traced, ...]:
     ends, steps = {0, len(parts) - 1}, (step for part in parts for step in part)
     multiplied = {read.value for step in steps if step.sort == "product" for read in step.reads}
     shared = (value for value, numbers in readers.items() if len(numbers) > 1 and not numbers <= ends)
-    most = max((size_of(value.dims[1:]) for value in read_behind(parts, 0)), default=0)
+    most = max((size_of(value.dims[1:]) for value in read_behind(parts)[0]), default=0)
     return tuple(value for value in shared if value not in multiplied and size_of(value.dims) <= most)
 
 

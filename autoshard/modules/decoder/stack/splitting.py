@@ -203,7 +203,7 @@ def _with_small_weights(parts: Parts) -> Parts:
     steps = list(dict.fromkeys(step for part in parts for step in part))
     batch = {
         dim
-        for value in read_behind(parts, 1)[-1:]
+        for value in read_behind(parts)[1][-1:]
         for dim in factors(dim for position in value.positions[:1] for dim in position)
     }
     small: dict[TracedStep, TracedStep] = {}  # how such values are made, in no layer
@@ -219,7 +219,7 @@ def _with_small_weights(parts: Parts) -> Parts:
             small |= {step: replace(step, path="") for step in makers}
     again = [small[step] for step in steps if step in small]
     changed = [_making([step for step in part if step not in small], again) for part in parts]
-    needed = [read_behind(changed, number) for number in range(len(parts) - 1)]
+    needed = read_behind(changed)[:-1]
     return [*([*steps_to(part, values)] for part, values in zip(changed, needed, strict=False)), changed[-1]]
 
 
