@@ -13,7 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from rich.console import Console
+from rich.columns import Columns
+from rich.console import Console, RenderableType
 from rich.table import Column, Table
 
 from autoshard import __version__
@@ -64,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.html:
         write_text(results_page(results), options.html, "--html")
     if not options.json:
-        Console().print(_table(results))
+        Console().print(*_shown(results), sep="\n")
     for note in notes:
         print(note, file=sys.stderr)
     return 0
@@ -165,14 +166,18 @@ def _logged(printed: Iterable[Result], results: Sequence[Result]) -> list[str]:
     return group.show(runs, lambda: [one.row() for one in results])
 
 
-def _table(results: Sequence[Result]) -> Table:
+def _shown(results: Sequence[Result]) -> Iterator[RenderableType]:
+    """Yield a table of the values, and below it what helps to understand each."""
     short = [Column(name, no_wrap=name != "unit") for name in _FIELDS]  # figures stay whole, words are folded
-    table = Table(*short, Column("more", overflow="fold"), title="autoshard benchmarks on this machine")
+    table = Table(*short, title="autoshard benchmarks on this machine")
     for result in results:
         row = result.row()
-        extras = "\n".join(f"{key} {_cell(value)}" for key, value in result.extras.items())
-        table.add_row(*(_cell(row[name]) for name in _FIELDS), extras)
-    return table
+        table.add_row(*(_cell(row[name]) for name in _FIELDS))
+    yield table
+    for result in results:
+        if result.extras:
+            extras = [f"{name} {_cell(value)}" for name, value in result.extras.items()]
+            yield Columns(extras, title=result.name, column_first=True, equal=True, padding=(0, 2))
 
 
 def _cell(value: object) -> str:
