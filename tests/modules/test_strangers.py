@@ -56,6 +56,29 @@ def test_functions_over_rows_and_weights_that_hooks_compute_are_sharded(make: Ca
         assert isinstance(weight, torch.Tensor) and type(module[0].weight) is torch.Tensor
 
 
+def similar(own: Any, x: torch.Tensor) -> torch.Tensor:
+    """The loss of SimCLR, which sees no sample as its pair."""
+    z = torch.nn.functional.normalize(own.a(torch.cat([x, own.b(x)])), dim=-1)
+    pairs = (torch.arange(len(z)) + len(x)) % len(z)
+    return torch.nn.functional.cross_entropy((z @ z.mT).fill_diagonal_(-1e9), pairs)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        similar,
+        lambda own, x: (own.a(x)[:, :3] @ own.matrix[:3]).fill_diagonal_(2, wrap=True) * own.b(x),
+        lambda own, x: torch.cat([own.a(x), x, x.mT]).fill_diagonal_(2, wrap=True),
+        lambda own, x: torch.cat([own.a(x), x]).fill_diagonal_(2),
+        lambda own, x: torch.einsum("bi,bj,bk->ijk", own.a(x), x, x).contiguous().fill_diagonal_(0),
+    ],
+)
+def test_a_diagonal_that_is_filled_may_be_cut(function: Callable[..., Any]):
+    module, x = Own(function).double(), numbers(8, 8)
+    assert not capture(module, [x]).program.kept_whole
+    assert worst(module, [x]) < 1e-12
+
+
 def test_hidden_states_of_a_module_of_transformers_may_be_asked_for_at_its_first_call():
     sizes: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
     module = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=1, vocab_size=16, use_cache=False))

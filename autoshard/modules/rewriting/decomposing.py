@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from autoshard.modules.nodes import Node, argument
+from autoshard.modules.rewriting.diagonals import mask_diagonals
 from autoshard.modules.rewriting.inlining import is_mapped
 from autoshard.modules.rewriting.randomness import draws
 
@@ -16,6 +17,7 @@ def decomposed(program: Any) -> Any:
     """
     if not any(map(_is_rewritten, program.graph_module.graph.nodes)):
         return program
+    mask_diagonals(program.graph_module.graph)
     signature = program.graph_signature
     targets = [spec.target for spec in signature.input_specs if spec.kind.name in ("PARAMETER", "BUFFER")]
     numbers = {target: f"tensor_{number}" for number, target in enumerate(dict.fromkeys(targets))}
