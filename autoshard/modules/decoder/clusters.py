@@ -1,5 +1,7 @@
 """The pieces of a segment beside its products, norms and attention: sums, gates, functions of one tensor."""
 
+from collections.abc import Iterator, Sequence
+
 from autoshard.errors import require
 from autoshard.modules.decoder.functions import as_norm, known_function
 from autoshard.modules.decoder.pieces import Piece, SegmentFlow, WeightPart, is_same, parameters_of, shape, whole_in
@@ -54,9 +56,15 @@ class Clusters:
                 dims=step.makes.dims,
             )  # fmt: skip
         elif len(sources) > 1:
-            self.by_value[step.makes] = self._opaque((step,), step.makes)
+            self.by_value[step.makes] = self._opaque((*self._constants(operands), step), step.makes)
         else:
             self.sources[step.makes] = sources
+
+    def _constants(self, operands: Sequence[Traced]) -> Iterator[TracedStep]:
+        """Yield the steps that make operands out of nothing, as zeros that rows are added to: a line has operands."""
+        for operand in operands:
+            steps = self.flow.closure(operand, ())
+            yield from () if self.flow.entries(steps) else steps
 
     def _piece(self, value: Traced) -> Piece | None:
         """Return the piece that makes a value; None for the segment's input."""

@@ -25,6 +25,7 @@ from autoshard.spec.model import Activation
 
 _PARTS = ("select", "narrow", "slice")
 _CAUSAL = 5  # the place of is_causal among the arguments of torch's attention
+_TOPK_DIM = 2  # the place of dim among those of topk
 _EXPERT_AXES = 3  # of a tensor that holds the weights of all experts
 
 
@@ -291,7 +292,7 @@ def _rotary(flow: SegmentFlow, value: Traced, ends: set[Traced]) -> Piece | None
 def _experts(flow: SegmentFlow) -> Iterator[Piece]:
     """Experts whose weights lie in tensors [experts, out, in] of one submodule, and the routing of tokens to them."""
     steps = flow.segment.steps
-    choices = {step.reads[0].value.dims[-1].size: step for step in steps if name_of(step) == "topk"}
+    choices = {_chosen_among(step): step for step in steps if name_of(step) == "topk"}
     stacked = [
         (step.path, read.value)
         for step in steps
@@ -329,7 +330,7 @@ def _experts(flow: SegmentFlow) -> Iterator[Piece]:
     (hidden,) = (dim.size for dim in weight.dims if dim in x.dims)
     width, is_gated = _width([_sizes(value) for value in weights], hidden)
     detail = ExpertsDetail(
-        num_experts=topk.reads[0].value.dims[-1].size, choices=topk.makes.dims[-1].size, width=width, is_gated=is_gated,
+        num_experts=_chosen_among(topk), choices=topk.makes.dims[-1].size, width=width, is_gated=is_gated,
         activation=next((function for step in inside if (function := _activation(flow, step))), None),
         is_normalised=not of_chosen.isdisjoint(("div", "softmax", "_softmax")),
         by_sigmoid=any(name_of(step) == "sigmoid" for step in scores),
@@ -338,6 +339,12 @@ def _experts(flow: SegmentFlow) -> Iterator[Piece]:
         kind="experts", steps=expert_steps, reads=(x,), makes=exits[0], dims=exits[0].dims, experts=detail,
         weights=(weight, *(WeightPart(value=value, dims=value.dims) for value in weights)),
     )  # fmt: skip
+
+
+def _chosen_among(topk: TracedStep) -> int:
+    """Return among how many numbers the largest are chosen: experts, or tokens where experts choose these."""
+    axis = topk.keywords.get("dim", topk.arguments[_TOPK_DIM] if len(topk.arguments) > _TOPK_DIM else -1)
+    return size_of(factors(topk.reads[0].positions[axis]))
 
 
 def _of_experts(

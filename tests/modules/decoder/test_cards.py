@@ -232,10 +232,19 @@ def test_code_that_does_more_than_its_config_says_is_planned_by_its_operations()
 
 @pytest.mark.slow
 def test_code_that_is_refused_says_how_it_differs_from_its_card():
+    module: Any = of_card("tiny-llama", num_hidden_layers=3)
+    module.model.layers[2].mlp = module.model.layers[1].mlp
+    with pytest.raises(InputError, match=r"config: it is not the card of its config: model\.layers\.2\.mlp\."):
+        read_decoder(module, 24)
+
+
+@pytest.mark.slow
+def test_code_that_differs_from_its_card_is_read_with_the_experts_that_its_scores_choose():
     module = of_card("tiny-deepseek", num_hidden_layers=3)
     set_in(f"{TWO}.self_attn", "scaling", 0.1)(module)
-    with pytest.raises(InputError, match=r"config: it is not the card of its config: layer 2: .* scale: has 0\.1"):
-        read_decoder(module, 24)
+    model = read_decoder(module, 24)
+    assert model.traced and (model.num_experts, model.experts_per_token) == (8, 2)
+    assert re.search(r"it is not the card of its config: layer 2: .* scale: has 0\.1", str(model.traced.unlifted))
 
 
 # -- modules with numbers, inputs and progress ---------------------------------------------------------
