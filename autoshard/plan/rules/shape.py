@@ -85,7 +85,10 @@ def ranks(c: Columns) -> Verdict:
 @rule("tp", source=_DERIVED + "attention is cut by whole query heads (Shoeybi et al. 2019, arXiv:1909.08053)")
 def heads(c: Columns) -> Verdict:
     yield c.model.num_heads % c.tp == 0
-    yield f"tp={c.tp}: {c.model.num_heads} query heads of {c.model.name} do not divide by {c.tp}. {tp_remedy(c)}"
+    why = f"{c.model.num_heads} query heads of {c.model.name} do not divide by {c.tp}"
+    if c.model.traced and c.model.num_heads == 1:
+        why = f"{c.model.name} has no attention with several heads, which tp cuts"
+    yield f"tp={c.tp}: {why}. {tp_remedy(c)}"
 
 
 @rule("tp", source=_NXD + "modules/qkv_linear.py: kv_size_multiplier repeats whole KV heads; torch does the same")
