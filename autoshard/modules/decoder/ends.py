@@ -1,14 +1,14 @@
 """What a decoder is trained by: the logits of its tokens, or a loss that it makes of them by itself."""
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from autoshard.errors import require
 from autoshard.modules.capture import Captured
-from autoshard.modules.decoder.stack.splitting import has_several_lists
-from autoshard.modules.dims import Position
+from autoshard.modules.decoder.stack.splitting import ends_in_layers, has_several_lists
+from autoshard.modules.dims import Position, factors
 from autoshard.modules.program import Read, Result, Traced, TracedProgram, TracedStep, name_of
 from autoshard.modules.reach import steps_to
 
@@ -27,7 +27,7 @@ class TrainedEnd:
 
     name: str  # of the result
     value: Traced
-    logits: Traced  # where samples are no tokens: what the last product with a weight makes of a sample
+    logits: Traced  # where samples are no tokens: what the last product with a weight makes of a sample, or the head
     is_loss: bool
     data: tuple[str, ...] = ()  # the arguments that samples bring, where these are no tokens
 
@@ -120,10 +120,34 @@ def _logits_behind(program: TracedProgram, loss: Traced, data: Collection[str]) 
     is_of_tokens = bool(products) and len(products[-1].dims) == LOGITS_DIMS
     message = "makes its loss of no logits of each token, [batch, sequence, vocabulary], by a product with a weight"
     require((is_of_tokens or (bool(products) and bool(data)), "module", message))
-    (logits,) = products[-1:]
+    logits = products[-1] if data else _of_all_tokens(steps, products)
     readers = [step for step in steps if any(read.value is logits for read in step.reads)]
     shifts = [step.makes for step in readers if name_of(step) in ("add", "add_") and _has_weight(step)]
-    return shifts[0] if len(readers) == len(shifts) == 1 else logits
+    logits = shifts[0] if len(readers) == len(shifts) == 1 else logits
+    return _result_of_head(steps, logits) if ends_in_layers(steps_to(steps, [logits])) else logits
+
+
+def _of_all_tokens(steps: Sequence[TracedStep], products: Sequence[Traced]) -> Traced:
+    """Return the last of the products of a head that have all tokens, or else the last one.
+
+    A head that tells the tokens after the next ones has fewer.
+    """
+    most = max(product.dims[1].size for product in products if len(product.dims) == LOGITS_DIMS)
+    for product in reversed(products):
+        if len(product.dims) == LOGITS_DIMS and product.dims[1].size == most:
+            return products[-1] if ends_in_layers(steps_to(steps, [product])) else product
+    return products[-1]
+
+
+def _result_of_head(steps: Sequence[TracedStep], inside: Traced) -> Traced:
+    """Return what a head without a product makes last of a sample, as one that pools for a contrastive loss does."""
+    samples, following, result = {*factors(inside.positions[0])}, {inside}, inside
+    for step in steps:
+        if any(read.value in following for read in step.reads):
+            following.add(step.makes)
+            is_of_samples = samples <= {*step.makes.dims} and not step.makes.is_index
+            result = step.makes if is_of_samples else result
+    return result
 
 
 def _has_weight(step: TracedStep) -> bool:

@@ -187,8 +187,11 @@ def _ends(stack: Stack, end: TrainedEnd) -> tuple[Mapping[Dim, str], WrittenPart
     traits["tied_embeddings"] = products[-1].weights[0].value is words.weights[0].value
     logit_dims = [dim for dim in head[-1].dims if dims.get(dim) not in ("batch", "seq")]
     shape = " ".join(dims.get(dim, str(dim.size)) for dim in head[-1].dims)
-    remedy = "Let it return a loss of its own"
-    message = f"returns [{shape}], not the logits of each token, [batch seq vocabulary]. {remedy}"
+    wanted = "the logits of each token, [batch seq vocabulary]"
+    message = f"returns [{shape}], not {wanted}. Let it return a loss of its own"
+    if end.is_loss:
+        remedy = "Let its head make those of all tokens, and its labels leave some out (-100)"
+        message = f"makes its loss of [{shape}], not of {wanted}. {remedy}"
     is_made = logit_dims == [dim for dim in products[-1].weights[0].dims if dim in products[-1].dims]
     require((len(head[-1].dims) == LOGITS_DIMS and is_made, "module", message))
     for dim in (*logit_dims, words.weights[0].dims[0]):

@@ -129,6 +129,16 @@ class OfClasses(Encoder):
         return functional.cross_entropy(self.out(self.norm(x).mean(1)), tokens[:, 0])
 
 
+class Short(Encoder):
+    """Tells all words but the last."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.words(tokens) + self.places(torch.arange(tokens.shape[1], device=tokens.device))
+        for layer in self.layers:
+            x = layer(x)
+        return functional.cross_entropy(self.out(self.norm(x[:, :-1])).mT, tokens[:, 1:])
+
+
 class HalfBlind(Encoder):
     """Its second layer sees only what comes before a token."""
 
@@ -140,6 +150,8 @@ class HalfBlind(Encoder):
 def test_what_is_no_loss_of_tokens_is_refused():
     with pytest.raises(InputError, match=r"module: makes its loss of no logits of each token, \[batch, sequence, voc"):
         read_decoder(OfClasses(), LENGTH)
+    with pytest.raises(InputError, match=rf"makes its loss of \[batch {LENGTH - 1} 48\], not of the logits of each"):
+        read_decoder(Short(), LENGTH)
     with pytest.raises(InputError, match=r"layers\.1: does not see what comes after a token, and layers\.0 does\. All"):
         read_decoder(HalfBlind(), LENGTH)
 

@@ -109,6 +109,66 @@ class Told(nn.Module):
         return functional.cross_entropy(logits.flatten(0, 1), kept.flatten(), ignore_index=-1)
 
 
+class Penalised(Told):
+    """Each layer gives a share of the loss beside its hidden state, as those with experts do."""
+
+    class Layer(GptLayer):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # pyright: ignore
+            x = super().forward(x)
+            return x, x.pow(2).mean()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gpt.layers = nn.ModuleList(self.Layer(0.0) for _ in range(4))
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        gpt, penalty = self.gpt, torch.zeros(())
+        x = gpt.words(tokens) + gpt.places(torch.arange(tokens.shape[1], device=tokens.device))
+        for layer in gpt.layers:
+            x, share = layer(x)
+            penalty = penalty + share
+        return functional.cross_entropy(gpt.out(gpt.norm(x)).flatten(0, 1), targets.flatten()) + 0.1 * penalty
+
+
+class Foretelling(Told):
+    """A second head tells the tokens after the next ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.second = nn.Linear(WIDTH, WORDS)
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        gpt = self.gpt
+        x = gpt.words(tokens) + gpt.places(torch.arange(tokens.shape[1], device=tokens.device))
+        for layer in gpt.layers:
+            x = layer(x)
+        x = gpt.norm(x)
+        loss = functional.cross_entropy(gpt.out(x).flatten(0, 1), targets.flatten())
+        return loss + 0.3 * functional.cross_entropy(self.second(x[:, :-1]).flatten(0, 1), targets[:, 1:].flatten())
+
+
+class ChoosingLayer(GptLayer):
+    """Each expert chooses tokens of all sequences."""
+
+    def __init__(self) -> None:
+        super().__init__(0.0)
+        self.router = nn.Linear(WIDTH, 4, bias=False)
+        self.into, self.back = (nn.Parameter(torch.randn(4, *shape) / 8) for shape in ((WIDTH, 48), (48, WIDTH)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = super().forward(x)
+        tokens = x.flatten(0, 1)
+        shares, places = self.router(tokens).softmax(-1).t().topk(len(tokens) // 2, -1)
+        results = torch.bmm(functional.gelu(torch.bmm(tokens[places], self.into)), self.back) * shares[..., None]
+        return x + torch.zeros_like(tokens).index_add(0, places.flatten(), results.flatten(0, 1)).view_as(x)
+
+
+class Choosing(Gpt):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(ChoosingLayer() for _ in range(4))
+
+
 class EncoderLayer(GptLayer):
     is_causal = False
 
@@ -441,4 +501,6 @@ UNLIKE: Mapping[str, Callable[[], nn.Module]] = {  # whose layers are of two kin
     "halves": halves, "recalling": recalling, "sequence first": SequenceFirst, "summing": Summing,
 }  # fmt: skip
 
-LOSSES: Mapping[str, Callable[[], nn.Module]] = {"smoothed": smoothed, "encoder": encoder, "told": told}
+LOSSES: Mapping[str, Callable[[], nn.Module]] = {
+    "smoothed": smoothed, "encoder": encoder, "told": told, "foretelling": Foretelling
+}  # fmt: skip

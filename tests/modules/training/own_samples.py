@@ -85,6 +85,23 @@ class Diffusion(nn.Module):
         return functional.mse_loss(told.reshape(count, 4, IMAGE, IMAGE), noise - latents)
 
 
+class Contrastive(Vision):
+    """Compares images with texts, all with all, behind layers that no product follows."""
+
+    def __init__(self) -> None:
+        super().__init__(pooled=True)
+        self.words, self.scale = nn.Embedding(16, HIDDEN), nn.Parameter(torch.tensor(1.0))
+        del self.norm, self.classes
+
+    def forward(self, images: Tensor, text: Tensor) -> Tensor:  # pyright: ignore
+        x = self.patches(images).flatten(2).transpose(1, 2) + self.places
+        for layer in self.layers:
+            x = layer(x)
+        seen, read = (functional.normalize(y.mean(1), dim=-1) for y in (x, self.words(text)))
+        scores, pairs = self.scale.exp() * seen @ read.mT, torch.arange(len(x), device=x.device)
+        return (functional.cross_entropy(scores, pairs) + functional.cross_entropy(scores.mT, pairs)) / 2
+
+
 def _labels() -> Tensor:
     return torch.arange(4) % CLASSES
 
@@ -95,6 +112,10 @@ def vision() -> Made:
 
 def pooled() -> Made:
     return Vision(pooled=True), {"images": torch.randn(4, 3, IMAGE, IMAGE), "labels": _labels()}
+
+
+def contrastive() -> Made:
+    return Contrastive(), {"images": torch.randn(4, 3, IMAGE, IMAGE), "text": torch.arange(20).view(4, 5) % 16}
 
 
 def diffusion() -> Made:

@@ -11,7 +11,18 @@ from autoshard.modules.training.reading import traced_code
 from autoshard.plan.plan import Plan
 from tests.modules.decoder.test_ends import bert, modern_bert
 from tests.modules.training.code_cases import Compared, compared, compared_dropping, plan_made, plan_of
-from tests.modules.training.own_decoders import LOSSES, OWN, UNLIKE, Typed, biased, dropping, state_space, talking
+from tests.modules.training.own_decoders import (
+    LOSSES,
+    OWN,
+    UNLIKE,
+    Choosing,
+    Penalised,
+    Typed,
+    biased,
+    dropping,
+    state_space,
+    talking,
+)
 from tests.ranks.spawn import on_ranks
 from tests.slower import covering, rest_is_slow
 
@@ -121,6 +132,14 @@ def test_layers_of_two_kinds_take_the_steps_of_the_plain_module(name: str, text:
 )  # fmt: skip
 def test_a_loss_of_the_code_is_its_mean_over_micro_batches(name: str, text: str, num_ranks: int):
     for found in on_ranks(num_ranks, compared, LOSSES[name], plan_made(LOSSES[name], text), timeout_s=300.0):
+        assert isinstance(found, Compared)
+        assert found.worst_step < 1e-12 and found.error < 1e-11, found
+
+
+@pytest.mark.parametrize("make", rest_is_slow([Penalised, Choosing], 1))
+@pytest.mark.parametrize("text", ["tp=1,pp=2,dp=1,mbs=8", "tp=2,pp=1,dp=1,mbs=8,recompute=full"])
+def test_layers_that_join_sequences_take_the_steps_of_the_plain_module(make: Callable[[], nn.Module], text: str):
+    for found in on_ranks(2, compared, make, plan_made(make, text), timeout_s=300.0):
         assert isinstance(found, Compared)
         assert found.worst_step < 1e-12 and found.error < 1e-11, found
 

@@ -49,6 +49,11 @@ def split_steps(steps: Sequence[TracedStep]) -> tuple[list[str], Parts]:
     return [*names, "the head"], _with_small_weights(parts)
 
 
+def ends_in_layers(steps: Sequence[TracedStep]) -> bool:
+    """Say whether nothing follows the last list of layers."""
+    return any(_NUMBERED.fullmatch(step.path) for step in steps) and _lists(steps)[-1].end == len(steps)
+
+
 def has_several_lists(steps: Sequence[TracedStep]) -> bool:
     """Say whether a program has several lists of layers, as an encoder and a decoder have."""
     return any(_NUMBERED.fullmatch(step.path) for step in steps) and len(_lists(steps)) > 1
@@ -95,6 +100,7 @@ def _end_of_last(steps: Sequence[TracedStep], spans: Sequence[tuple[int, int]]) 
     tail = tails.pop() if len(tails) == 1 else ()
     places = [*itertools.islice(_following(steps, (start, end), len(steps)), len(tail))]
     is_alike = bool(tail) and tuple(name_of(steps[place]) for place in places) == tail
+    is_alike = is_alike and places[-1] + 1 < len(steps)  # what follows the last layer is a head
     return places[-1] + 1 if is_alike else end
 
 
@@ -201,10 +207,9 @@ def _with_small_weights(parts: Parts) -> Parts:
     The weights go along in its place: those of a bias by position are fewer than its numbers.
     """
     steps = list(dict.fromkeys(step for part in parts for step in part))
+    behind = sorted(read_behind(parts)[1], key=lambda value: len(value.positions) == STATE_DIMS)  # a loss may be last
     batch = {
-        dim
-        for value in read_behind(parts)[1][-1:]
-        for dim in factors(dim for position in value.positions[:1] for dim in position)
+        dim for value in behind[-1:] for dim in factors(dim for position in value.positions[:1] for dim in position)
     }
     small: dict[TracedStep, TracedStep] = {}  # how such values are made, in no layer
     for value in earlier_of_all(parts):
