@@ -25,9 +25,10 @@ TWINS = {
     r"--scheduler slurm": "--scheduler torchrun",
     r"--setup '[^']*'": "",
     r"bash (\S+)/submit.sh": r"NODE_RANK=0 MASTER_ADDR=127.0.0.1 bash \1/node.sh train",
-    r"--nodes 14": "--ranks 2",
+    r"--nodes 14": "--ranks 1",
+    r"--rehearse 4": "--rehearse 2",
 }
-TWIN = {"model": f"{WEIGHTS}/config.json", "cluster": "local", "ranks": 4, "seq_len": 64, "global_batch": 8}
+TWIN = {"model": f"{WEIGHTS}/config.json", "cluster": "local", "ranks": 2, "seq_len": 64, "global_batch": 8}
 
 
 def write_recipes(folder: Path) -> None:
