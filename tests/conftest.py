@@ -18,6 +18,7 @@ from autoshard.spec import cluster_catalogue
 Typed = Callable[[str], tuple[int, str, str]]
 GOLDEN = Path(__file__).parent / "golden"
 SLOW_PAGES = (Path(__file__).parent / "guide" / "own_parts.md",)
+LONG = {"jobs": 0, "guide": 1}  # the order of folders with tests of a minute: those of jobs wait most of it
 
 # No deadlines: a test never judges time. `make test-all` and `make coverage` ask for the profile `more`.
 settings.register_profile(
@@ -54,9 +55,9 @@ def pytest_configure() -> None:
 
 
 def pytest_xdist_auto_num_workers() -> int:
-    """Start one worker more than there are processors: tests of runs wait for processes that they start."""
+    """Start two workers more than there are processors: tests of jobs wait for a minute, and others for processes."""
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return usable + 1
+    return usable + 2
 
 
 def heed_signals() -> None:
@@ -94,8 +95,12 @@ def save_time() -> None:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
-    """Mark as slow what is thorough, and what is written where no mark can stand."""
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark as slow what is thorough, and what is written where no mark can stand; let the longest tests be first.
+
+    A worker begins with its first tests and gives away its last ones, so that no other waits for them at the end.
+    """
+    items.sort(key=lambda item: LONG.get(item.path.parent.name, len(LONG)))
     for item in items:
         if item.path in SLOW_PAGES or item.get_closest_marker("thorough"):
             item.add_marker(pytest.mark.slow)
