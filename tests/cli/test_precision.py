@@ -8,7 +8,7 @@ import pytest
 from autoshard.cli import main
 from tests.conftest import Typed
 
-ASKED = "--model tiny-llama --cluster local --ranks 2 --fix tp=1,dp=2,mbs=8"
+ASKED = "--model tiny-llama --cluster local --ranks 2 --seq-len 64 --global-batch 16 --fix tp=1,dp=2,mbs=8"
 BF16 = "bf16,gradients=bf16,moments=bf16"
 UNRUN = "bf16,moments=fp16"
 

@@ -70,7 +70,7 @@ def least_peak(priced, num_ranks):
 def test_a_search_that_leaves_layouts_uncut_has_the_plan_and_the_points_of_one_that_cuts_all(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    request = ask("mixtral-8x7b", "h100-80", 4, global_batch=64)
+    request = ask("mixtral-8x7b", "h100-80", 4, global_batch=64, pins="mbs=1")
     num_uncut = list[int]()
     near = MeshKinds._near
 
