@@ -30,6 +30,7 @@ THOROUGH = ("guides/sweeps",)  # many minutes
 SHORTER = {
     # Later commands read a plan that is written, which must be the same on a busy machine.
     r"^(autoshard plan (?![^|]* --out )[^|]*\b(?:h100|h100-80|our-h200\.yaml|lab\.yaml)\b[^|]*)$": r"\1 --time-limit 4",
+    r"^(autoshard import [^|]*\blogs?\b[^|]*)$": r"\1 --time-limit 4",
     r"^(autoshard run tiny-text)$": r"\1 --steps 4",
     r"--steps 300\b": "--steps 4",
     r"--steps 350\b": "--steps 5",
