@@ -32,6 +32,7 @@ SHORTER = {
     r"^(autoshard plan (?![^|]* --out )[^|]*\b(?:h100|h100-80|our-h200\.yaml|lab\.yaml)\b[^|]*)$": r"\1 --time-limit 4",
     r"^(autoshard import [^|]*\blogs?\b[^|]*)$": r"\1 --time-limit 4",
     r"^(autoshard run tiny-text)$": r"\1 --steps 4",
+    r"^(autoshard run tiny-\w+)": r"\1 --global-batch 8",
     r"--steps 300\b": "--steps 4",
     r"--steps 350\b": "--steps 5",
     r"--steps 40\b": "--steps 7",
