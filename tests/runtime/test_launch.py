@@ -147,7 +147,8 @@ def test_ranks_that_were_started_one_by_one_hear_at_once_what_the_first_refuses(
     ):
         (_, refusal), (_, heard) = one.communicate(timeout=120), two.communicate(timeout=60)
     assert (one.returncode, two.returncode) == (2, 3) and "--out full: already holds files" in refusal
-    assert heard.startswith("autoshard: rank 0 does not take the run up: --out full: already holds files")
+    refused = "autoshard: rank 0 does not take the run up: --out full: already holds files"  # torch may warn before
+    assert any(line.startswith(refused) for line in heard.splitlines()) and "Traceback" not in heard
 
 
 def test_a_full_folder_of_temporary_files_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
