@@ -6,7 +6,7 @@
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -124,11 +124,16 @@ def compared(case: Case, pairs: int = PAIRS) -> Mapping[str, Compared]:
 
     with tempfile.TemporaryDirectory() as folder:
         found = launch(None, plan.mesh.num_ranks, body, show=lambda _: None, placing=Placing(folder=Path(folder)))
-    seconds = np.array(found).reshape(pairs, len(MODES), 2, 2)  # pair, mode, ours or theirs, clock
-    ratios = seconds[:, :, 1] / seconds[:, :, 0]
+    return ratios_of(found, MODES)
+
+
+def ratios_of(seconds: Sequence[Sequence[Any]], modes: Collection[str]) -> Mapping[str, Compared]:
+    """Return the ratios by mode and clock, of seconds by pair, mode, side (ours, theirs) and clock."""
+    clocks = np.array(seconds).reshape(len(seconds), len(modes), 2, 2)
+    ratios = clocks[:, :, 1] / clocks[:, :, 0]
     return {
         f"{mode}_{clock}": Compared(ratios=tuple(ratios[:, number, place].tolist()))
-        for number, mode in enumerate(MODES)
+        for number, mode in enumerate(modes)
         for place, clock in enumerate(("wall", "cpu"))
     }
 

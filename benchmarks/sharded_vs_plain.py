@@ -27,7 +27,7 @@ from autoshard.runtime.launch import Placing, launch
 from benchmarks import plain_llama
 from benchmarks.measure import yardstick_s
 from benchmarks.result import Extra, Result
-from benchmarks.runtime_vs_plain import SEQ_LEN, SEQUENCES, Compared, shape, spent_s
+from benchmarks.runtime_vs_plain import SEQ_LEN, SEQUENCES, Compared, ratios_of, shape, spent_s
 
 RANKS, PAIRS, WARM_UP = 4, 11, 3
 BAR = 1.0  # of the speed of plain PyTorch
@@ -35,7 +35,7 @@ SAME_LOSS = 1e-4  # after all steps, in FP32
 _MARK = "the measured step"
 MODES: Mapping[str, bool] = {"generated": False, "compiled": True}
 
-Step = Callable[[], torch.Tensor]  # forward, backward and update; the loss of the whole batch
+Step = Callable[[], torch.Tensor]  # forward, backward, update; the loss of the batch, or of this rank's part
 
 
 class TrainedLlama(nn.Module):
@@ -142,15 +142,9 @@ def measured(case: Case, pairs: int = PAIRS, modes: Mapping[str, bool] = MODES) 
         return seconds, [_mean(step()) for step in steps]
 
     seconds, losses = _on_ranks(turns)
-    clocks = np.array(seconds).reshape(pairs, len(modes), 2, 2)  # pair, mode, ours or theirs, clock
-    ratios = clocks[:, :, 1] / clocks[:, :, 0]
     peaks = [_on_ranks(lambda _, make=make: _peak_bytes(make, case.mesh)) for make in makers]
     return Measured(
-        ratios={
-            f"{mode}_{clock}": Compared(ratios=tuple(ratios[:, number, place].tolist()))
-            for number, mode in enumerate(modes)
-            for place, clock in enumerate(("wall", "cpu"))
-        },
+        ratios=ratios_of(seconds, modes),
         losses={mode: Sides(*losses[2 * number : 2 * number + 2]) for number, mode in enumerate(modes)},
         peak_bytes=Sides(*peaks),
     )
