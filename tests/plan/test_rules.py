@@ -46,6 +46,8 @@ BREAKS = {
     "ranks": ({}, "tp=32,pp=8,dp=4", "uses 1024 ranks, but the cluster has 512. Use dp=2", "tp=32,pp=8,dp=2"),
     "heads": ({}, "tp=6,dp=1", "64 query heads of llama3-70b do not divide by 6. Use"
               " tp 1, 8 or 32 on trn1.32xlarge (at 32 every KV head is held 4 times)", "tp=8"),
+    "heads, of no attention": (GPU | {"model_changes": {"traced": TRACED, "num_heads": 1, "num_kv_heads": 1}}, "tp=8",
+                               "has no attention with several heads, which tp cuts", "tp=1"),
     "kv-heads": (GPU | {"model_name": "llama3-8b"}, "tp=6,dp=1", "8 KV heads of llama3-8b neither", "tp=16"),
     "ffn": (GPU | {"model_name": "gpt2-xl"}, "tp=3,dp=1", "the MLP width 6400", "tp=2"),
     "layers": ({}, "tp=1,pp=128", "80 layers of llama3-70b cannot fill 128 stages", "tp=1,pp=64"),
