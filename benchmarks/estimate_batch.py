@@ -54,7 +54,7 @@ def evaluate(question: Question, space: Space, cutting: Cutting, *, apart: bool 
     time_s, peak_bytes = np.full(shape, np.inf), np.full(shape, np.inf)
     layouts: dict[CpOrder, Any] = {space.base.cp_order: np.arange(space.num_layouts)}
     pricer = LayoutPricer(question, space)
-    for priced in map(pricer.with_recompute, pricer.priced(space, cutting, layouts, apart=apart)):
+    for priced in pricer.with_recompute(pricer.priced(space, [(cutting, layouts)], apart=apart)):
         rows = priced.space.rows
         counts = question.workload.global_batch // (rows["dp"] * rows["mbs"])
         shapes, shape = np.unique(np.stack([rows["pp"], rows["vp"], counts], axis=1), axis=0, return_inverse=True)

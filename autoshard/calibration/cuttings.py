@@ -19,7 +19,7 @@ from autoshard.layout.layout import Cutting
 from autoshard.plan.build import mesh_of
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.lowering import ATOMS
-from autoshard.search.bound.priced_layouts import ring_column
+from autoshard.search.bound.mesh_columns import ring_column
 from autoshard.search.bound.request import Request
 
 CalibratedRun = tuple[MeasuredRun, Calibration]

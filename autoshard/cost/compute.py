@@ -6,12 +6,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from autoshard.cost.calibration import Calibration
 from autoshard.cost.collective import Number
 from autoshard.cost.kernel_run import KernelRun, RankSizes
 from autoshard.graph.block import Block
 from autoshard.graph.kinds.attention import SCORES, Attend, AttendGradient
 from autoshard.graph.kinds.linear import Einsum
 from autoshard.graph.op import Call, Op
+from autoshard.spec.cluster import Cluster
+from autoshard.spec.kernels import Kernels
+from autoshard.spec.workload import Precision
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +37,26 @@ class Rates:
     expert_passes: str = "FIW"  # in which products of experts have the format of other products with weights
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+def rank_rates(cluster: Cluster, precision: Precision, calibration: Calibration, kernels: Kernels) -> Rates:
+    """Return what a rank reaches in number formats: the share of the chip's peaks that is calibrated."""
+    peak = cluster.rank_matrix_flops_per_s(precision.activations)
+    products = cluster.rank_matrix_flops_per_s(precision.products or precision.activations)
+    return Rates(
+        matrix_flops_per_s=peak * calibration.matrix_efficiency,
+        vector_flops_per_s=cluster.rank_vector_flops_per_s * calibration.vector_efficiency,
+        memory_bytes_per_s=cluster.rank_memory_bandwidth_bytes_per_s * calibration.memory_efficiency,
+        products_ratio=products / peak,
+        attention_ratio=calibration.attention_efficiency / calibration.matrix_efficiency,
+        matrix_tile=cluster.chip.matrix_tile,
+        launch_s=calibration.launch_s, layer_s=calibration.layer_s, experts_s=calibration.experts_s,
+        dp_ratio=calibration.dp_ratio,
+        host_computes=kernels.host_computes,
+        cast_bytes=float(kernels.cast_bytes) if precision.products else 0.0,
+        expert_passes=kernels.expert_passes(cluster.chip.name),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class KernelWork:
     """What one kernel run does on one rank, whatever the rates."""
 

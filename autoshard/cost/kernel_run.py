@@ -7,7 +7,7 @@ after I.
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache, reduce
 from typing import Any
 
@@ -25,6 +25,7 @@ from autoshard.layout.sharding import Sharding
 from autoshard.spec.workload import DTYPE_BYTES
 
 Moved = tuple[str, Tensor]  # an operation, and a tensor that it reads or writes
+Slot = tuple[str, Tensor, str]  # operation, tensor, and the storage in which it may be kept for backward
 Fresh = tuple[str, Tensor, tuple[Cuts, ...]]  # operation, tensor, and how it is cut where it is kept anyway
 
 
@@ -35,7 +36,7 @@ class KernelRun:
     pass_: str
     ops: tuple[Op, ...]
     touched: tuple[Moved, ...]
-    fresh: tuple[Fresh, ...]  # of these, what is no state
+    fresh: tuple[Slot, ...]  # of these, what is no state
     keeps: tuple[str, ...]  # storages from which a backward kernel makes again what its gradients need
     skips_masked: bool
     mask_tile: int
@@ -47,10 +48,6 @@ class KernelRun:
     experts: bool = False  # whether these are of rows with the weights of their experts
 
 
-Runs = tuple[tuple["KernelRun", ...], tuple["Moment", ...]]
-Slot = tuple[str, Tensor, str]  # operation, tensor, and the storage in which it may be kept for backward
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockKernels:
     """The kernels of a block however it is cut, and what lies in memory while each runs, in the order of both.
@@ -58,11 +55,11 @@ class BlockKernels:
     A moment has what its kernel takes unless it finds that as it is saved, what waits, and what is free.
     """
 
-    runs: tuple[tuple[KernelRun, tuple[Slot, ...]], ...]
+    runs: tuple[KernelRun, ...]
     moments: tuple[tuple[tuple[Slot, ...], tuple[Slot, ...], frozenset[str]], ...]
 
-    def cut(self, storage_cuts: Mapping[str, tuple[Cuts, ...]], op_cuts: Mapping[str, Cuts]) -> "Runs":
-        """Return the runs and the moments, given how storages are kept and operations are cut."""
+    def cut(self, storage_cuts: Mapping[str, tuple[Cuts, ...]], op_cuts: Mapping[str, Cuts]) -> "tuple[Moment, ...]":
+        """Return the moments, given how storages are kept and operations are cut."""
 
         def fresh(slots: Sequence[Slot]) -> list[Fresh]:
             return [(op, tensor, storage_cuts.get(storage, ())) for op, tensor, storage in slots]
@@ -71,12 +68,11 @@ class BlockKernels:
             op, tensor, layouts = entry
             return bool(layouts) and {dim: cut for dim, cut in op_cuts[op].items() if dim in tensor.dims} in layouts
 
-        runs = tuple([replace(run, fresh=tuple(fresh(slots))) for run, slots in self.runs])
         moments: list[Moment] = []
         for taken, waiting, frees in self.moments:
             takes = [entry for entry in fresh(taken) if not is_as_saved(entry)]
             moments.append(Moment(takes=(*takes, *fresh(waiting)), frees=frees))
-        return runs, tuple(moments)
+        return tuple(moments)
 
 
 @lru_cache(maxsize=256)  # a search cuts a few blocks in hundreds of ways
@@ -98,9 +94,7 @@ def block_kernels(
     return BlockKernels(runs=runs, moments=tuple(_memory_timeline(block, runs, storages, unmade)))
 
 
-def _kernel_runs(
-    block: Block, storages: frozenset[str], added: frozenset[str], *, eager: bool
-) -> Iterator[tuple[KernelRun, tuple[Slot, ...]]]:
+def _kernel_runs(block: Block, storages: frozenset[str], added: frozenset[str], *, eager: bool) -> Iterator[KernelRun]:
     owner = {name: group for group in block.fused for name in group.ops}
     members: dict[tuple[str, str, bool, bool], list[Op]] = defaultdict(list)
     for op in block.select("micro_batch"):
@@ -121,8 +115,9 @@ def _kernel_runs(
         scratch = () if forward or plain else [(group.ops[0], save.tensor) for save in group.scratch]
         products = [op.source for op in ops if isinstance(op.kind, Einsum)]
         fresh = ((op, tensor) for op, tensor in (*touched, *scratch) if not traffic.is_state(tensor))
-        run = KernelRun(
-            pass_=pass_, ops=tuple(ops), touched=touched, fresh=(),
+        yield KernelRun(
+            pass_=pass_, ops=tuple(ops), touched=touched,
+            fresh=tuple([(op, tensor, traffic.storage(tensor.name)) for op, tensor in fresh]),
             keeps=() if forward or plain else tuple(save.storage for save in group.saves),
             skips_masked=group.kernel.skips_masked, mask_tile=group.kernel.mask_tile,
             flops_ratio=1.0 if forward else group.kernel.backward_flops_ratio,
@@ -131,7 +126,6 @@ def _kernel_runs(
             products=bool(products) and weight_products.issuperset(products),
             experts=not expert_products.isdisjoint(products),
         )  # fmt: skip
-        yield run, tuple((op, tensor, traffic.storage(tensor.name)) for op, tensor in fresh)
 
 
 def gradient_sums(
@@ -237,28 +231,30 @@ SizesOf = Callable[[Cuts], "RankSizes"]  # cuts -> a rank's sizes of all dims
 
 
 class RankSizes(dict[str, Any]):  # Number, where the graph takes whole ones
-    """A rank's sizes of all dims; the number of elements of tensors with the same dims is worked out once."""
+    """A rank's sizes of all dims; the bytes of tensors that are alike are worked out once."""
 
     def __init__(self, sizes: Mapping[str, Number]) -> None:
         super().__init__(sizes)
-        self._elements: dict[Dims, Number] = {}
+        self._bytes: dict[tuple[Dims, str], Number] = {}
 
     def num_bytes(self, tensor: Tensor) -> Number:
         """Return the bytes of a rank's share of a tensor."""
-        if tensor.dims not in self._elements:
-            self._elements[tensor.dims] = tensor.num_elements(self)
-        return self._elements[tensor.dims] * DTYPE_BYTES[tensor.dtype]
+        key = tensor.dims, tensor.dtype
+        if key not in self._bytes:
+            self._bytes[key] = tensor.num_elements(self) * DTYPE_BYTES[tensor.dtype]
+        return self._bytes[key]
 
 
-def rank_sizes(sizes: Mapping[str, Number], atoms: Mapping[str, Number]) -> SizesOf:
-    """Return how to look up a rank's sizes of all dims by their cuts; each distinct cut is worked out once."""
-    by_cuts: dict[tuple[object, ...], RankSizes] = {}
+def rank_sizes(
+    sizes: Mapping[str, Number], atoms: Mapping[str, Number], by_cuts: dict[object, RankSizes] | None = None
+) -> SizesOf:
+    """Return how to look up a rank's sizes of all dims by their cuts; ``by_cuts`` has those of earlier questions."""
+    cache = dict[object, RankSizes]() if by_cuts is None else by_cuts
 
     def sizes_of(cuts: Cuts) -> RankSizes:
-        key = tuple(cuts.items())
-        if key not in by_cuts:
-            by_cuts[key] = RankSizes(local_sizes(sizes, cuts, atoms))
-        return by_cuts[key]
+        if (key := tuple(cuts.items())) not in cache:
+            cache[key] = RankSizes(local_sizes(sizes, cuts, atoms))
+        return cache[key]
 
     return sizes_of
 
@@ -298,6 +294,10 @@ def working_bytes(
 ) -> Number:
     """Return how much more memory than the kept storages, of ``storage_bytes``, is in use at the fullest moment."""
     working: Number = 0
+    free_bytes = {
+        frees: sum(storage_bytes[storage] for storage in sorted(frees))
+        for frees in {moment.frees for moment in moments}
+    }
     for moment in moments:
         temporary: Number = 0
         for op, tensor, layouts in moment.takes:
@@ -305,13 +305,13 @@ def working_bytes(
             for cuts in layouts:  # a tensor that is kept takes no more memory, unless the kernel reads more of it
                 size = np.where(size > sizes_of(cuts).num_bytes(tensor), size, 0)
             temporary = temporary + size
-        working = np.maximum(working, temporary - sum(storage_bytes[storage] for storage in sorted(moment.frees)))
+        working = np.maximum(working, temporary - free_bytes[moment.frees])
     return working
 
 
 def _memory_timeline(
     block: Block,
-    kernels: Iterable[tuple[KernelRun, tuple[Slot, ...]]],
+    kernels: Iterable[KernelRun],
     kept_storages: frozenset[str],
     unmade: frozenset[str],
 ) -> Iterator[tuple[tuple[Slot, ...], tuple[Slot, ...], frozenset[str]]]:
@@ -324,8 +324,8 @@ def _memory_timeline(
     position = {op.name: number for number, op in enumerate(block.ops)}
     maker = {name: position[op.name] for op in block.ops for name in op.outputs}
 
-    def turn(kernel: tuple[KernelRun, tuple[Slot, ...]]) -> tuple[int, int]:
-        first = kernel[0].ops[0]
+    def turn(kernel: KernelRun) -> tuple[int, int]:
+        first = kernel.ops[0]
         added = storages.root(first.inputs[1]) if isinstance(first.kind, Accumulate) else ""
         # A gradient that the block is given, such as that of a last bias, has no maker here.
         return (maker[added], 1) if added in maker else (position[first.name], 0)
@@ -335,24 +335,24 @@ def _memory_timeline(
         return storages.root(name) not in unmade and storages.of(name) not in storages.over.values()
 
     ordered = sorted(kernels, key=turn)
-    backward = (number for number, (run, _) in enumerate(ordered) if run.ops[0].pass_ != "F" or run.ops[0].again)
+    backward = (number for number, run in enumerate(ordered) if run.ops[0].pass_ != "F" or run.ops[0].again)
     first_backward = next(backward, len(ordered))
     uses: dict[str, list[tuple[int, Slot]]] = defaultdict(list)
-    for number, (_, slots) in enumerate(ordered):
-        for entry in slots:
+    for number, run in enumerate(ordered):
+        for entry in run.fresh:
             uses[storages.of(entry[1].name)].append((number, entry))
     carried = storages.of(f"d.{block.carry_out}")  # arrives when backward starts, and the block hands it back
-    kept_until = {storage: number for number, (run, _) in enumerate(ordered) for storage in run.keeps}
+    kept_until = {storage: number for number, run in enumerate(ordered) for storage in run.keeps}
     dead = {storage: max(used[-1][0], kept_until.get(storage, 0)) for storage, used in uses.items()}
     dead |= {carried: len(ordered)} if carried in uses else {}
     born: dict[str, tuple[int, Slot]] = {}  # of what is made to be read later: when it is made, and how
     for storage, used in uses.items():
-        written = (entry for number, entry in used if any(entry[1].name in op.outputs for op in ordered[number][0].ops))
+        written = (entry for number, entry in used if any(entry[1].name in op.outputs for op in ordered[number].ops))
         entry = next(written, used[0][1])
         if takes_memory(entry) and storage not in kept_storages and entry[2] not in kept_storages:
             born[storage] = first_backward - 1 if storage == carried else used[0][0], entry
-    for number, (_, slots) in enumerate(ordered):
-        touched = {storages.of(tensor.name) for _, tensor, _ in slots}
+    for number, run in enumerate(ordered):
+        touched = {storages.of(tensor.name) for _, tensor, _ in run.fresh}
         waiting = (
             entry
             for storage, (since, entry) in born.items()
@@ -361,7 +361,7 @@ def _memory_timeline(
         frees = (
             storage for storage in kept_storages if number >= first_backward and dead.get(storage, number) < number
         )
-        yield tuple(filter(takes_memory, slots)), tuple(waiting), frozenset(frees)
+        yield tuple(filter(takes_memory, run.fresh)), tuple(waiting), frozenset(frees)
 
 
 class _Storages:

@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 
 from autoshard.cost.calibration import Calibration
 from autoshard.cost.collective import Number, Ring, Route, mesh_ring
-from autoshard.cost.compute import KernelWork, Rates, kernel_time, kernel_work, waiting_time
+from autoshard.cost.compute import KernelWork, Rates, kernel_time, kernel_work, rank_rates, waiting_time
 from autoshard.cost.dispatch import TokenSends
-from autoshard.cost.kernel_run import KernelRun, SizesOf, bytes_in, rank_sizes, saved_bytes, working_bytes
+from autoshard.cost.kernel_run import KernelRun, RankSizes, SizesOf, bytes_in, rank_sizes, saved_bytes, working_bytes
 from autoshard.cost.sharded import Blocks, LoweredBlock, atom_groups
 from autoshard.cost.terms import CostTerm
 from autoshard.graph.kinds.experts import Dispatch, DispatchGradient
@@ -32,7 +32,7 @@ from autoshard.spec.cluster import Cluster
 from autoshard.spec.kernels import Kernels, load_kernels
 from autoshard.spec.mesh import Mesh, axis_of_atoms, state_groups
 from autoshard.spec.model import ModelSpec
-from autoshard.spec.workload import DTYPE_BYTES, Precision, Workload
+from autoshard.spec.workload import DTYPE_BYTES, Workload
 
 Rows = NDArray[Any] | slice
 PASSES = ("F", "I", "W")
@@ -72,25 +72,6 @@ class Question:
         """Return the group of ranks along some atoms of a mesh, as this question's kernels send in it."""
         tokens = TokenSends.of(self.model, self.step.platform)
         return mesh_ring(self.cluster, mesh, atoms, self.calibration, tokens)
-
-
-def rank_rates(cluster: Cluster, precision: Precision, calibration: Calibration, kernels: Kernels) -> Rates:
-    """Return what a rank reaches in number formats: the share of the chip's peaks that is calibrated."""
-    peak = cluster.rank_matrix_flops_per_s(precision.activations)
-    products = cluster.rank_matrix_flops_per_s(precision.products or precision.activations)
-    return Rates(
-        matrix_flops_per_s=peak * calibration.matrix_efficiency,
-        vector_flops_per_s=cluster.rank_vector_flops_per_s * calibration.vector_efficiency,
-        memory_bytes_per_s=cluster.rank_memory_bandwidth_bytes_per_s * calibration.memory_efficiency,
-        products_ratio=products / peak,
-        attention_ratio=calibration.attention_efficiency / calibration.matrix_efficiency,
-        matrix_tile=cluster.chip.matrix_tile,
-        launch_s=calibration.launch_s, layer_s=calibration.layer_s, experts_s=calibration.experts_s,
-        dp_ratio=calibration.dp_ratio,
-        host_computes=kernels.host_computes,
-        cast_bytes=float(kernels.cast_bytes) if precision.products else 0.0,
-        expert_passes=kernels.expert_passes(cluster.chip.name),
-    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -222,8 +203,14 @@ class BlockCost:
         return sum(self.seconds[name].get(part, 0.0) for name in PASSES)
 
 
-# What kernels do, by pass, operations and tensors: the same under every recompute of a block with the same numbers.
-Counted = dict[tuple[object, ...], KernelWork]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counted:
+    """What is the same under every recompute of a block with the same numbers."""
+
+    works: dict[tuple[object, ...], KernelWork] = field(default_factory=dict[tuple[object, ...], KernelWork])
+    seconds: dict[KernelWork, Number] = field(default_factory=dict[KernelWork, Number])
+    kept_bytes: dict[str, Number] = field(default_factory=dict[str, Number])  # by storage, where all is kept
+    by_cuts: dict[object, RankSizes] = field(default_factory=dict[object, RankSizes])
 
 
 def work_of(
@@ -239,10 +226,12 @@ def block_work(
 ) -> BlockWork:
     """Count what a block does, sends and holds; ``whole`` is it without recompute."""
     block, sharding, atoms = sharded.block, sharded.sharding, sizes.atoms
-    sizes_of = rank_sizes(sizes.sizes, atoms)
+    sizes_of = rank_sizes(sizes.sizes, atoms, counted.by_cuts if counted else None)
     op_sizes = {name: sizes_of(cuts) for name, cuts in sharding.op_cuts.items()}
     saved = sum(saved_bytes(block, sharding, sizes_of, atoms).values())
-    kept_bytes = saved_bytes(whole.block, whole.sharding, sizes_of, atoms)
+    kept_bytes = counted.kept_bytes if counted else dict[str, Number]()
+    if not kept_bytes:
+        kept_bytes |= saved_bytes(whole.block, whole.sharding, sizes_of, atoms)
     weights: dict[bool, dict[tuple[str, ...], Number]] = {True: defaultdict(int), False: defaultdict(int)}
     for tensor in block.parameters:
         counts, pending = weights[tensor.name in sharded.tied], sharding.parameter_pending[tensor.name]
@@ -286,7 +275,7 @@ def works_of(
     counted: Counted | None = None,
 ) -> Iterator[tuple[KernelRun, KernelWork]]:
     """Count what runs of kernels of a block do, unless they are ``counted`` already."""
-    op_cuts, works = sharded.sharding.op_cuts, Counted() if counted is None else counted
+    op_cuts, works = sharded.sharding.op_cuts, (counted or Counted()).works
     op_sizes = {name: sizes_of(cuts) for name, cuts in op_cuts.items()}
     # Zig-zag cuts sequences so that all ranks have the same, as heads do; stretches in a row do not.
     seq_cut = op_cuts.get("attend", {}).get("seq", ())
@@ -300,14 +289,19 @@ def works_of(
         yield run, works[key]
 
 
-def block_cost(work: BlockWork, rings: Mapping[tuple[str, ...], Ring], rates: Rates) -> BlockCost:
-    """Price a block: every kernel by its roofline, every message by its ring."""
+def block_cost(
+    work: BlockWork, rings: Mapping[tuple[str, ...], Ring], rates: Rates, counted: Counted | None = None
+) -> BlockCost:
+    """Price a block: every kernel by its roofline, unless it is ``counted`` already, every message by its ring."""
+    kernel_s = (counted or Counted()).seconds
     seconds: dict[str, dict[str, Number]] = {name: defaultdict(float) for name in PASSES}
     started: dict[str, Number] = defaultdict(float)
     eager = any(kernel.launches for _, kernel in work.kernels)
     for run, kernel in work.kernels:
         parts = seconds[run.pass_]
-        parts["compute"] = parts["compute"] + kernel_time(kernel, rates)
+        if kernel not in kernel_s:
+            kernel_s[kernel] = kernel_time(kernel, rates)
+        parts["compute"] = parts["compute"] + kernel_s[kernel]
         started[run.pass_] = started[run.pass_] + kernel.launches * rates.launch_s
     for once_s, ways in ((rates.layer_s, _ways(work.kernels)), (rates.experts_s, _ways(work.kernels, _TO_EXPERTS))):
         for pass_ in ("F", "I"):
@@ -351,7 +345,7 @@ def price_block(
     question: Question, setting: Setting, kind: str, drop: Recompute, counted: Counted | None = None
 ) -> BlockCost:
     """Price one block of a layout."""
-    cost = block_cost(work_of(question, setting, kind, drop, counted), setting.rings, question.rates)
+    cost = block_cost(work_of(question, setting, kind, drop, counted), setting.rings, question.rates, counted)
     return offloaded(cost, question) if drop.offload else cost
 
 

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cache, lru_cache
+from functools import lru_cache
 
 from autoshard.cost.kernel_run import KernelRun, Moment, block_kernels, gradient_sums
 from autoshard.errors import InputError
@@ -65,12 +65,11 @@ class LoweredBlock:
         sums = frozenset(f"{name}.sum" for name in names)
         unmade = (op.inputs[1] for op in block.ops if isinstance(op.kind, Accumulate) and op.outputs[0] in sums)
         of_block = block_kernels(block, frozenset(kept_cuts), sums, frozenset(unmade), eager=kernels.eager)
-        runs, moments = of_block.cut(kept_cuts, sharding.op_cuts)
         return cls(
             block=block,
             sharding=sharding,
-            runs=runs,
-            moments=moments,
+            runs=of_block.runs,
+            moments=of_block.cut(kept_cuts, sharding.op_cuts),
             sums=tuple(gradient_sums(block, program, adding, eager=kernels.eager)) if kernels.adds_gradients else (),
             placeholders=tuple(filter(None, placeholders)),
             hides_tp=kernels.hides.get("tp", 0.0),
@@ -84,11 +83,18 @@ class CutBlocks:
     step: StepGraph
     cutting: Cutting
     atoms: frozenset[str]
+    block_cuts: dict[str, Cutting] = field(default_factory=dict[str, Cutting], compare=False, repr=False)
 
     def block(self, kind: str, drop: Recompute) -> LoweredBlock:
         """Return a block, recomputed and sharded."""
-        used, cutting = Recompute() if kind in ENDS else drop.on_device, self.cutting.alone(kind).only(self.atoms)
-        return _cut_block(self.step, kind, used, cutting, self.atoms)
+        used = Recompute() if kind in ENDS else drop.on_device
+        return _cut_block(self.step, kind, used, self.cut_of(kind), self.atoms)
+
+    def cut_of(self, kind: str) -> Cutting:
+        """Return how the atoms cut a block, whatever is computed again."""
+        if kind not in self.block_cuts:
+            self.block_cuts[kind] = self.cutting.alone(kind).only(self.atoms)
+        return self.block_cuts[kind]
 
     def every(self) -> tuple[LoweredBlock, ...]:
         """Return blocks that hold every kind of collective; recompute repeats them, and adds no others."""
@@ -161,7 +167,7 @@ def _listed(plan: Plan) -> ListedBlocks:
     return ListedBlocks(step=step_graph_of(plan), kinds=table_kinds(plan), programs=plan_programs(plan))
 
 
-@cache  # cuttings often differ in one block only
+@lru_cache(maxsize=1024)  # cuttings often differ in one block only
 def _cut_block(step: StepGraph, kind: str, drop: Recompute, cutting: Cutting, atoms: frozenset[str]) -> LoweredBlock:
     program = lowered(step, kind, drop, cutting, atoms)
     whole = _cut_block(step, kind, Recompute(), cutting, atoms) if drop.kind != "none" else None

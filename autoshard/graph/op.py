@@ -2,7 +2,7 @@
 
 import math
 import re
-from abc import ABC, abstractmethod
+from abc import ABCMeta, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, TypeAlias
@@ -83,7 +83,13 @@ class GradientStep:
     gives: tuple[int | None, ...]
 
 
-class OpKind(ABC):
+class _KindMeta(ABCMeta):
+    # Python asks abstract classes for subclasses that are registered. No kind registers any, and a search asks a
+    # million times whether an operation is of a kind.
+    __instancecheck__ = type.__instancecheck__
+
+
+class OpKind(metaclass=_KindMeta):
     """What every kind of operation can say about itself."""
 
     flops_per_element: ClassVar[int] = 1  # on the vector unit, for each element of the input or output with most dims

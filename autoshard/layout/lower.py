@@ -9,6 +9,7 @@ to both inputs, with its own cuts.
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
@@ -31,7 +32,7 @@ from autoshard.layout.program import (
     Value,
     in_the_earliest_pass,
 )
-from autoshard.layout.redistribute import Price, Sizes, normal_layout, only_gathers, redistribute
+from autoshard.layout.redistribute import Price, Sizes, cutting_atoms, layout_over, only_gathers, redistribute
 
 
 def lower(  # noqa: PLR0913
@@ -48,21 +49,10 @@ def lower(  # noqa: PLR0913
 
     If every rank ``has_inputs`` whole, each reader is given its part.
     """
-    lowering = _Lowering(
+    forward = Lowering(
         block, cuts, atoms, price, boundary=boundary, keeps_gathered=keeps_gathered, has_inputs=has_inputs
     )
-    for op in block.select("micro_batch"):
-        lowering.add(op)
-    lowering.finish_clones()
-    results = {f"{tensor.name}.sum": lowering.made[f"{tensor.name}.sum"] for tensor in block.parameters}
-    for name in block.gives:  # parts of a single number wait: a loss is only reported, and added once per step
-        has_dims = bool(block.tensors[name].dims)
-        results[name] = lowering.fetch(name, lowering.between(name), "F") if has_dims else lowering.made[name]
-    for name in block.takes:
-        gradient = block.given_back(name)
-        results[gradient] = lowering.fetch(gradient, lowering.between(name), "I")
-    gradients = {results[block.given_back(name)].name for name in block.takes}
-    return Program(instructions=in_the_earliest_pass(lowering.instructions, gradients), results=results)
+    return forward.finished(block)
 
 
 Atoms = tuple[str, ...]
@@ -89,6 +79,7 @@ class _BlockFacts:
     """What holds of a block however it is cut."""
 
     ops: Mapping[str, _OpFacts]
+    forward: tuple[_OpFacts, ...]
     at_once: frozenset[str]  # gradients that are summed where they arrive
     settled: frozenset[str]
     maker: Mapping[str, Op]
@@ -117,11 +108,16 @@ def _facts(block: Block) -> _BlockFacts:
             maximises=isinstance(op.kind, Reduce) and op.kind.function == "max",
         )
     maker = {name: op for op in reversed(block.ops) for name in op.outputs}
-    return _BlockFacts(ops=ops, at_once=at_once, settled=settled, maker=maker)
+    forward = tuple(ops[op.name] for op in block.select("micro_batch", "F"))
+    return _BlockFacts(ops=ops, forward=forward, at_once=at_once, settled=settled, maker=maker)
 
 
-class _Lowering:
-    """A program under construction: the values that exist, their layouts, and the passes that made them."""
+class Lowering:
+    """A program under construction: the values that exist, their layouts, and the passes that made them.
+
+    It begins with the forward pass. What is computed again changes no other pass, so one forward pass may be finished
+    with every kind of recompute.
+    """
 
     def __init__(  # noqa: PLR0913
         self,
@@ -132,11 +128,11 @@ class _Lowering:
         *,
         boundary: Cuts,
         keeps_gathered: bool,
-        has_inputs: bool,
+        has_inputs: bool = False,
     ) -> None:
         self.block = block
         self.cuts = cuts
-        self.atoms = atoms
+        self.atoms, self._cutting = atoms, cutting_atoms(atoms)
         self.price = price
         self.boundary = boundary
         self.keeps_gathered, self.has_inputs = keeps_gathered, has_inputs
@@ -149,7 +145,34 @@ class _Lowering:
         self._seeds = {f"d.{name}": name for name in block.gives}  # gradients that arrive, and of which results
         self._count = 0
         self._facts = _facts(block)
-        self._at_once, self._maker = self._facts.at_once, self._facts.maker
+        for op in block.select("micro_batch", "F"):
+            self.add(op)
+
+    def finished(self, block: Block) -> Program:
+        """Return the program of the block, or of the same block with operations that are computed again."""
+        lowering = self._with_backward_of(block)
+        for op in block.select("micro_batch", "IW"):
+            lowering.add(op)
+        lowering.finish_clones()
+        results = {f"{tensor.name}.sum": lowering.made[f"{tensor.name}.sum"] for tensor in block.parameters}
+        for name in block.gives:  # parts of a single number wait: a loss is only reported, and added once per step
+            has_dims = bool(block.tensors[name].dims)
+            results[name] = lowering.fetch(name, lowering.between(name), "F") if has_dims else lowering.made[name]
+        for name in block.takes:
+            gradient = block.given_back(name)
+            results[gradient] = lowering.fetch(gradient, lowering.between(name), "I")
+        gradients = {results[block.given_back(name)].name for name in block.takes}
+        return Program(instructions=in_the_earliest_pass(lowering.instructions, gradients), results=results)
+
+    def _with_backward_of(self, block: Block) -> "Lowering":
+        """Return a copy of the forward pass that goes on with another block; its forward pass is the same."""
+        lowering = copy(self)
+        lowering.block, lowering._facts = block, _facts(block)
+        assert self._facts.forward == lowering._facts.forward, "recompute changes no forward pass"
+        lowering.instructions = [*self.instructions]
+        lowering.made, lowering._changed = {**self.made}, {**self._changed}
+        lowering._parts, lowering._origin, lowering._entry = {**self._parts}, {**self._origin}, {**self._entry}
+        return lowering
 
     def add(self, op: Op) -> None:
         """Lower one operation; delivers and their gradients only record the tensors behind a name."""
@@ -249,10 +272,14 @@ class _Lowering:
     def _change(self, value: Value, cuts: Cuts, when: When, busy: Busy) -> Value:
         now = value.layout
         pending = () if busy is None else tuple(atom for atom in now.sums if atom not in busy)
-        if pending == now.sums and not now.maxima and all(tuple(cuts.get(dim, ())) == atoms for dim, atoms in now.dims):
+        if (
+            pending == now.sums
+            and not now.maxima
+            and now.dims == tuple([(dim, tuple(cuts.get(dim, ()))) for dim, _ in now.dims])
+        ):
             return value
         target = _layout(tuple(dim for dim, _ in now.dims), cuts, sums=pending)
-        gathers = only_gathers(normal_layout(now, self.atoms), normal_layout(target, self.atoms))
+        gathers = only_gathers(layout_over(now, self._cutting), layout_over(target, self._cutting))
         shared = "F" if self.keeps_gathered or not gathers else when if when in ("F", "again") else "I"
         key = (value.name, target, shared)  # sums and moves are kept for later readers, gathers on some platforms
         if key not in self._changed:
@@ -278,7 +305,7 @@ class _Lowering:
             value = self._part(part, tensor)
             by_layout[_layout(dims, dict(value.layout.dims))].append(value)
         added = [self._added(tensor, values) for values in by_layout.values()]
-        if tensor in self._at_once:
+        if tensor in self._facts.at_once:
             added = [self._change(value, dict(value.layout.dims), when, None) for value in added]
         changed = [self._change(value, cuts, when, busy) for value in added]
         if len({frozenset(value.layout.sums) for value in changed}) > 1:  # one part may stay pending only if all do
@@ -290,10 +317,10 @@ class _Lowering:
         value = self.made.get(part)
         if part in self._parts or part in self._seeds:
             result = self._seeds.get(part) or self.block.op(self._entry[part]).inputs[0]
-            cuts = self.cuts[self._maker[result].source]
+            cuts = self.cuts[self._facts.maker[result].source]
             value = self.fetch(part, _restricted(cuts, self.block.tensors[part].dims), "I")
         assert value, f"{part} is not made yet"
-        kind = self._maker[tensor].kind
+        kind = self._facts.maker[tensor].kind
         names = dict(kind.rename) if isinstance(kind, Collect) else {}
         dims = tuple((names.get(dim, dim), atoms) for dim, atoms in value.layout.dims)
         return Value(name=value.name, tensor=tensor, layout=Layout(dims=dims, sums=value.layout.sums))

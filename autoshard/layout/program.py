@@ -127,12 +127,13 @@ def in_the_earliest_pass(instructions: Sequence[Instruction], gradients: Collect
     """
     needed, moved = set(gradients), list[Instruction]()
     for entry in reversed(instructions):
-        is_needed = bool(needed.intersection(written_by(entry)))
-        if isinstance(entry, Communicate) and entry.pass_ == "W" and is_needed:
+        entry_pass = pass_of(entry)
+        is_needed = entry_pass != "F" and any(value.name in needed for value in values_written(entry))
+        if isinstance(entry, Communicate) and entry_pass == "W" and is_needed:
             moved.append(replace(entry, pass_="I"))
         else:
             moved.append(entry)
-        if pass_of(entry) == "I" or (is_needed and pass_of(entry) != "F"):
+        if entry_pass == "I" or is_needed:
             needed.update(read_by(entry))
     return tuple(reversed(moved))
 
@@ -150,7 +151,7 @@ def pass_of(entry: Instruction) -> Pass | None:
 
 def written_by(entry: Instruction) -> tuple[str, ...]:
     """Return the names of the values that an instruction makes."""
-    return tuple(value.name for value in values_written(entry))
+    return tuple([value.name for value in values_written(entry)])
 
 
 def values_written(entry: Instruction) -> tuple[Value, ...]:
@@ -166,7 +167,7 @@ def values_written(entry: Instruction) -> tuple[Value, ...]:
 
 def read_by(entry: Instruction) -> tuple[str, ...]:
     """Return the names of the values that an instruction reads."""
-    return tuple(value.name for value in values_read(entry))
+    return tuple([value.name for value in values_read(entry)])
 
 
 def values_read(entry: Instruction) -> tuple[Value, ...]:
@@ -189,7 +190,10 @@ def _needed(
     remaining: list[Instruction] = []
     for entry in reversed(instructions):
         entry_pass = pass_of(entry)
-        if entry_pass == pass_ or (needed.intersection(written_by(entry)) and entry_pass in (None, "F")):
+        is_chosen = entry_pass == pass_ or (
+            entry_pass in (None, "F") and any(value.name in needed for value in values_written(entry))
+        )
+        if is_chosen:
             chosen.append(entry)
             needed.update(read_by(entry))
         else:

@@ -93,9 +93,20 @@ def bytes_price(tensor_bytes: float, atoms: Sizes) -> Price:
 
 def normal_layout(layout: Layout, atoms: Sizes) -> Layout:
     """Drop atoms of size 1, which cut nothing and wait for nobody, and order what is pending."""
+    return layout_over(layout, cutting_atoms(atoms))
+
+
+def cutting_atoms(atoms: Sizes) -> frozenset[str]:
+    """Return the atoms that are larger than 1."""
+    return frozenset([atom for atom, size in atoms.items() if size > 1])
+
+
+@lru_cache(maxsize=1 << 14)  # a block has many values of few layouts
+def layout_over(layout: Layout, atoms: frozenset[str]) -> Layout:
+    """Return the part of a layout about some atoms, with what is pending in order."""
 
     def real(names: Sequence[str]) -> tuple[str, ...]:
-        return tuple(atom for atom in names if atoms.get(atom, 1) > 1)
+        return tuple([atom for atom in names if atom in atoms])
 
     dims = tuple((dim, real(cut)) for dim, cut in layout.dims)
     return Layout(dims=dims, sums=tuple(sorted(real(layout.sums))), maxima=tuple(sorted(real(layout.maxima))))

@@ -18,7 +18,7 @@ from autoshard.blocks.shard_block import BlockSharding
 from autoshard.cost.built_in import built_in
 from autoshard.cost.calibration import Calibration
 from autoshard.cost.collective import Number, Ring, mesh_ring
-from autoshard.cost.setting import rank_rates
+from autoshard.cost.compute import rank_rates
 from autoshard.cost.sharded import LoweredBlock
 from autoshard.errors import inside, nearest, require
 from autoshard.graph.kinds.optimizer import UPDATES

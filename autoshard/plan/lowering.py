@@ -2,13 +2,13 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 
 from autoshard.graph.block import Block, OpGraph
 from autoshard.graph.decoder import decoder_graph, dim_sizes
 from autoshard.graph.fusing import recompute
 from autoshard.layout.layout import Cutting
-from autoshard.layout.lower import lower
+from autoshard.layout.lower import Lowering
 from autoshard.layout.program import Program
 from autoshard.layout.redistribute import bytes_price
 from autoshard.plan.recompute import Recompute
@@ -93,8 +93,13 @@ def _block(step: StepGraph, kind: str, drop: Recompute) -> Block:
     return recompute(block, step.platform, None if drop.kind == "full" else drop.ops)
 
 
-@cache
+@lru_cache(maxsize=256)  # a search lowers the blocks of a mixture in thousands of ways, each of them once
 def _lowered(step: StepGraph, kind: str, drop: Recompute, cutting: Cutting, atoms: frozenset[str]) -> Program:
+    return _forward(step, kind, cutting, atoms).finished(step.block(kind, drop))
+
+
+@lru_cache(maxsize=64)  # all kinds of recompute of a block are lowered one after the other
+def _forward(step: StepGraph, kind: str, cutting: Cutting, atoms: frozenset[str]) -> Lowering:
     sizes, keeps = nominal_sizes(atoms), step.platform.keeps_gathered
-    block, cuts = step.block(kind, drop), cutting.block(kind)
-    return lower(block, cuts, sizes, NOMINAL_PRICE, boundary=cutting.boundary, keeps_gathered=keeps)
+    block, cuts = step.block(kind, Recompute()), cutting.block(kind)
+    return Lowering(block, cuts, sizes, NOMINAL_PRICE, boundary=cutting.boundary, keeps_gathered=keeps)

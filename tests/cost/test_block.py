@@ -17,7 +17,7 @@ from autoshard.graph.kinds.linear import Collect, Deliver, Einsum
 from autoshard.graph.kinds.optimizer import Accumulate
 from autoshard.layout.layout import DimSizes
 from autoshard.plan.recompute import Recompute
-from autoshard.search.bound.priced_layouts import ring_column
+from autoshard.search.bound.mesh_columns import ring_column
 from autoshard.spec.kernels import kernels_names, load_kernels
 from autoshard.spec.workload import Precision
 from tests.cost.cases import (

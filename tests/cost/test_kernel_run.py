@@ -112,7 +112,7 @@ class TestCopies:
     @pytest.mark.parametrize(("drop", "norm_passes"), [("full", ["I", "I"]), ("selective[CoreAttention]", ["F", "I"])])
     def test_a_compiled_graph_moves_copies_of_a_clone_but_not_its_scores(self, drop, norm_passes):
         block = sharded("nxd_core", drop=drop)
-        eager = [run for run, _ in block_kernels(block.block, frozenset(sharded("nxd_core").sharding.kept_cuts)).runs]
+        eager = block_kernels(block.block, frozenset(sharded("nxd_core").sharding.kept_cuts)).runs
         for runs, has_scores in ((block.runs, False), (eager, True)):
             for run in (run for run in runs if run.ops[0].source == "attend"):
                 copies = {name for name in names_of(run) if name.startswith("attend.copy")}

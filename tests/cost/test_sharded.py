@@ -7,8 +7,10 @@ from dataclasses import replace
 import pytest
 
 from autoshard.layout.layout import Layout
-from autoshard.plan.lowering import ATOMS
+from autoshard.layout.lower import lower
+from autoshard.plan.lowering import ATOMS, NOMINAL_PRICE, lowered, nominal_sizes
 from autoshard.plan.recompute import Recompute
+from autoshard.search.bound.space import recompute_choices
 from autoshard.spec.model_catalogue import load_model
 from tests.cost.cases import EVERYONE, ask, candidate_of, distinct_models
 from tests.slower import rest_is_slow
@@ -75,3 +77,26 @@ def test_messages_and_weights_speak_of_tensors_and_atoms_that_there_are(model, s
 def test_recompute_repeats_the_messages_of_what_it_runs_again(kernels, drop, repeated):
     (_, plain), (_, again) = sharded("llama3-8b", kernels=kernels), sharded("llama3-8b", kernels=kernels, drop=drop)
     assert counted(again, "I") - counted(plain, "I") == repeated
+
+
+@pytest.mark.parametrize(
+    ("model", "cluster", "kernels"),
+    [
+        ("tiny-deepseek", "h100-80", "torch_cuda"),
+        ("tiny-mixtral", "h100-80", "mcore"),
+        ("llama3-8b", "trn1.32xlarge", "nxd_core"),
+    ],
+)
+def test_a_shared_forward_pass_ends_in_the_program_of_a_lowering_from_the_start(model, cluster, kernels):
+    question = replace(ask(model, cluster, 1), kernels=kernels)
+    step, blocks = question.step, blocks_of(question, candidate_of(question, "tp=2"), question.cluster.engine)
+    facts = (nominal_sizes(blocks.atoms), NOMINAL_PRICE)
+    for kind in step.model.layer_counts:
+        cutting, lengths = blocks.cut_of(kind), set[int]()
+        keeps, boundary = step.platform.keeps_gathered, cutting.boundary
+        for (drop,) in recompute_choices(kernels, question.cluster):
+            shared = lowered(step, kind, drop, cutting, blocks.atoms)
+            block = step.block(kind, drop.on_device)
+            assert shared == lower(block, cutting.block(kind), *facts, boundary=boundary, keeps_gathered=keeps)
+            lengths.add(len(shared.instructions))
+        assert len(lengths) > 2, "kinds of recompute differ"

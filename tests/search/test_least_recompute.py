@@ -8,6 +8,7 @@ import pytest
 from autoshard.plan.candidate import Candidate, even_stages, parse_pins
 from autoshard.plan.rules.check import legality
 from autoshard.schedule.schedule import Schedule
+from autoshard.search.bound import priced_layouts
 from autoshard.search.bound.bounds import least_of_any
 from autoshard.search.bound.priced_layouts import LayoutPricer
 from autoshard.search.bound.space import whole_space
@@ -50,7 +51,7 @@ def lowerings(case, num_cuttings=1):
     parts = []
     for layouts in np.array_split(order, num_cuttings):
         cutting = cutting_of(question, space.candidate(int(layouts[-1]), 0), space.engine)
-        parts += pricer.priced(space, cutting, {space.base.cp_order: np.sort(layouts)}, apart=True)
+        parts += pricer.priced(space, [(cutting, {space.base.cp_order: np.sort(layouts)})], apart=True)
     return pricer, parts
 
 
@@ -58,7 +59,7 @@ def lowerings(case, num_cuttings=1):
 def test_no_recompute_takes_or_keeps_less_than_its_bound(case):
     pricer, parts = lowerings(case)
     for part in parts:
-        exact, least = pricer.with_recompute(part), pricer.least_with_recompute([part])
+        (exact,), least = pricer.with_recompute([part]), pricer.least_with_recompute([part])
         assert exact.kinds == least.kinds and len(exact.kinds) > 2
         for layer, bound in zip(exact.layers, least.layers, strict=True):
             for name in ("forward_s", "input_s", "weight_s", "saved_bytes", "waiting_bytes"):
@@ -78,7 +79,7 @@ def test_no_recompute_takes_or_keeps_less_than_its_bound(case):
 def test_layouts_in_one_piece_have_the_plans_that_they_have_in_parts(case):
     pricer, parts = lowerings(case, num_cuttings=2)
     assert len({cutting for part in parts for cutting in part.cuttings}) == (1 if case in CUT_ALIKE else 2)
-    priced = [pricer.with_recompute(part) for part in parts]
+    priced = pricer.with_recompute(parts)
     joined, numbers = pricer.joined(priced), np.concatenate([part.numbers for part in parts])
     assert len(parts) > 1 and (joined.numbers == numbers).all()
     assert [joined.cutting(row) for row in range(len(numbers))] == [
@@ -114,3 +115,24 @@ def test_layouts_in_one_piece_have_the_bounds_that_they_have_in_parts(case):
         states = [Candidate(zero=zero)]
         apart = [least_of_any(part.at_least, states, CAPACITY) for part in parts]
         assert least_of_any(pricer.joined(parts).at_least, states, CAPACITY) == pytest.approx(np.concatenate(apart))
+
+
+@pytest.mark.parametrize("case", rest_is_slow(CASES, 1, 2))
+def test_parts_that_cut_a_block_alike_share_its_price_which_is_what_each_pays_alone(case, monkeypatch):
+    asked, price = [], priced_layouts.price_block
+
+    def counting(question, setting, kind, drop, counted):
+        asked.append((kind, drop, setting.blocks.cut_of(kind), setting.blocks.atoms))
+        return price(question, setting, kind, drop, counted)
+
+    (pricer, parts), (lonely, lone_parts) = lowerings(case, num_cuttings=2), lowerings(case, num_cuttings=2)
+    monkeypatch.setattr(priced_layouts, "price_block", counting)
+    together = pricer.with_recompute(parts)
+    assert len(set(asked)) == len(asked), "no block is priced twice"
+    num_together = len(asked)
+    alone = [lonely.with_recompute([part])[0] for part in lone_parts]
+    assert len(asked) - num_together > num_together or case not in CUT_ALIKE
+    for part, lone in zip(together, alone, strict=True):
+        for layer, lone_layer in zip(part.layers, lone.layers, strict=True):
+            for name in ("forward_s", "input_s", "weight_s", "saved_bytes", "moment_bytes", "host_bytes", "starts"):
+                assert (getattr(layer, name) == getattr(lone_layer, name)).all(), name

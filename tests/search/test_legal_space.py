@@ -235,6 +235,6 @@ def test_the_part_that_needs_least_memory_is_priced_with_its_own_kinds_of_recomp
     candidate = whole.space.candidate(0, 0)
     cutting, pricer = request.cutting(candidate, "torch"), LayoutPricer(request.question(candidate), whole.space)
     for legal in (whole, small, whole):  # one after the other, of the same layouts
-        (priced,) = pricer.priced(legal.space, cutting, {"contiguous": np.arange(1)})
-        kinds = pricer.with_recompute(priced).kinds
+        (priced,) = pricer.priced(legal.space, [(cutting, {"contiguous": np.arange(1)})])
+        kinds = pricer.with_recompute([priced])[0].kinds
         assert set(kinds) == {kind for (kind,) in legal.space.recomputes}

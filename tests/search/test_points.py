@@ -37,8 +37,8 @@ def single_points(truth: Truth) -> Iterator[tuple[Point, RunVariant, PricedLayou
             point = truth.point_of(variant.space.candidate(place, 0))
             space = replace(legal.space, base=variant.space.base, sp=variant.space.sp)
             pricer = LayoutPricer(point.question, space)
-            (plain,) = pricer.priced(space, point.blocks.cutting, {space.base.cp_order: np.array([layout])})
-            one = pricer.with_recompute(plain)
+            (plain,) = pricer.priced(space, [(point.blocks.cutting, {space.base.cp_order: np.array([layout])})])
+            (one,) = pricer.with_recompute([plain])
             yield point, variant.only(np.array([place])), plain, one, pricer.least_with_recompute([plain])
 
 

@@ -39,7 +39,7 @@ def priced(kernels: str, zero: int) -> PricedLayouts:
     space = legal_space(request, "torch").space
     candidate = space.candidate(0, 0)
     cutting, pricer = request.cutting(candidate, "torch"), LayoutPricer(request.question(candidate), space)
-    return pricer.with_recompute(next(iter(pricer.priced(space, cutting, {"contiguous": np.arange(1)}))))
+    return pricer.with_recompute(pricer.priced(space, [(cutting, {"contiguous": np.arange(1)})]))[0]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

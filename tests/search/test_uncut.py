@@ -24,11 +24,11 @@ SURE = 1 + 1e-9
 def test_no_cut_block_takes_or_holds_less_than_its_bound(case):
     pricer, parts = lowerings(case)
     for part in parts:
-        space, atoms = part.space, {atom: column[part.numbers] for atom, column in pricer.atoms.items()}
+        space, atoms = part.space, {atom: column[part.numbers] for atom, column in pricer.meshes.atoms.items()}
         sp = bool((space.rows["tp"] > 1).any())
         terms = Terms(engine=space.engine, sequence_parallel=sp, cp_kind=space.base.cp_kind)
 
-        meshes = atoms, lambda over, numbers=part.numbers: pricer.ring(over, numbers)
+        meshes = atoms, lambda over, numbers=part.numbers: pricer.meshes.ring(over, numbers)
 
         def uncut(capacity, num_ranks=space.rows["pp"], terms=terms, space=space, meshes=meshes):
             rows = {**space.rows, "pp": np.broadcast_to(num_ranks, len(space.rows["pp"]))}
@@ -37,7 +37,7 @@ def test_no_cut_block_takes_or_holds_less_than_its_bound(case):
         bound, least_s = uncut(np.inf), least_of_any(part.at_least, [Candidate()], np.inf)
         assert (bound <= np.maximum(least_s, fullest_s(pricer.question, part)) * SURE).all() and (bound > 0).all()
         for num_ranks in (1, pricer.question.model.num_layers):
-            held = least_peak(pricer.with_recompute(part), num_ranks)
+            held = least_peak(pricer.with_recompute([part])[0], num_ranks)
             for number, size in enumerate(held.tolist()):
                 assert np.isfinite(uncut(size, num_ranks)[number]), "what fits is not left out"
         assert np.isinf(uncut(1e6)).all(), "and what cannot fit is"

@@ -9,7 +9,7 @@ from autoshard.blocks.operators import solve
 from autoshard.blocks.problem import OperatorProblem
 from autoshard.cost.built_in import calibration_of
 from autoshard.cost.collective import Number, Ring, mesh_ring
-from autoshard.cost.setting import rank_rates
+from autoshard.cost.compute import rank_rates
 from autoshard.errors import Faults, require
 from autoshard.graph.block import Block
 from autoshard.graph.op import Op

@@ -14,8 +14,19 @@ from functools import cache, reduce
 import numpy as np
 
 from autoshard.cost.collective import Number
+from autoshard.cost.compute import KernelWork
 from autoshard.cost.kernel_run import KernelRun, SizesOf, rank_sizes
-from autoshard.cost.setting import BlockCost, BlockWork, Question, Setting, block_cost, offloaded, work_of, works_of
+from autoshard.cost.setting import (
+    BlockCost,
+    BlockWork,
+    Counted,
+    Question,
+    Setting,
+    block_cost,
+    offloaded,
+    work_of,
+    works_of,
+)
 from autoshard.cost.sharded import CutBlocks, LoweredBlock
 from autoshard.graph.block import Block, Saved
 from autoshard.layout.layout import Layout
@@ -45,13 +56,25 @@ class LeastRecompute:
     kind: str
     blocks: CutBlocks
     work: BlockWork
+    counted: Counted
+    least_bytes: dict[Saved, Number]  # of what kinds of recompute keep
 
     @classmethod
     def of(cls, question: Question, setting: Setting, kind: str) -> "LeastRecompute":
         """Count what a block does without recompute."""
         assert isinstance(setting.blocks, CutBlocks), "a search cuts its blocks itself"
-        work = work_of(question, setting, kind, Recompute())
-        return cls(question=question, setting=setting, kind=kind, blocks=setting.blocks, work=work)
+        counted = Counted()
+        work = work_of(question, setting, kind, Recompute(), counted)
+        least_bytes = dict[Saved, Number]()
+        return cls(
+            question=question,
+            setting=setting,
+            kind=kind,
+            blocks=setting.blocks,
+            work=work,
+            counted=counted,
+            least_bytes=least_bytes,
+        )
 
     def costs(self, kinds: Sequence[Recompute]) -> list[BlockCost]:
         """Return the costs of several kinds of recompute that no block with them stays below."""
@@ -73,24 +96,30 @@ class LeastRecompute:
         """
         setting, question = self.setting, self.question
         if drop.kind == "none":
-            return block_cost(self.work, setting.rings, question.rates)
+            return block_cost(self.work, setting.rings, question.rates, self.counted)
         whole = self.blocks.block(self.kind, Recompute())
         block = question.step.block(self.kind, drop)
-        sizes_of = rank_sizes(setting.sizes, setting.atoms)
+        sizes_of = rank_sizes(setting.sizes, setting.atoms, self.counted.by_cuts)
         storages = {*whole.block.tensors, *(entry.storage for entry in block.saved)}
-        pairs = [(pair, _without_copies(pair[0], storages)) for pair in self.work.kernels]
-        changed = [run for (whole_run, _), run in pairs if len(run.touched) < len(whole_run.touched)]
-        unchanged = (pair for pair, run in pairs if len(run.touched) == len(pair[0].touched))
-        runs = (*changed, *_runs_again(whole, block))
-        kernels = (*unchanged, *works_of(whole, runs, setting, sizes_of, question.rates.matrix_tile))
+        runs, unchanged = list[KernelRun](), list[tuple[KernelRun, KernelWork]]()
+        for run, work in self.work.kernels:
+            if storages.issuperset(tensor.name for _, tensor in run.touched):
+                unchanged.append((run, work))
+            else:
+                runs.append(_without_copies(run, storages))
+        runs += _runs_again(whole, block)
+        kernels = (*unchanged, *works_of(whole, runs, setting, sizes_of, question.rates.matrix_tile, self.counted))
         sent = (self.work.messages[number] for number in _sent_again(self.blocks, self.kind, block))
         messages = (*self.work.messages, *((replace(message, pass_="I"), size) for message, size in sent))
         layouts = _layouts_of(self.blocks, self.kind)
-        saved: Number = sum(_least_bytes(entry, whole, layouts, sizes_of) for entry in block.saved)
+        for entry in block.saved:
+            if entry not in self.least_bytes:
+                self.least_bytes[entry] = _least_bytes(entry, whole, layouts, sizes_of)
+        saved: Number = sum(self.least_bytes[entry] for entry in block.saved)
         remade = np.maximum(0.0, self.work.memory.saved_bytes - saved)
         memory = replace(self.work.memory, saved_bytes=saved, waiting_bytes=0, remade_bytes=remade)
         work = replace(self.work, kernels=kernels, messages=messages, memory=memory)
-        return block_cost(work, setting.rings, question.rates)
+        return block_cost(work, setting.rings, question.rates, self.counted)
 
 
 def _without_copies(run: KernelRun, storages: Collection[str]) -> KernelRun:

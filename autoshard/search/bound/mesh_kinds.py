@@ -15,7 +15,7 @@ from autoshard.layout.pin import Pin
 from autoshard.plan.candidate import CpOrder
 from autoshard.schedule.waves import Floats, Ints
 from autoshard.search.bound.legal_space import LegalSpace, RunVariant
-from autoshard.search.bound.priced_layouts import LayoutPricer, PricedLayouts
+from autoshard.search.bound.priced_layouts import ByOrder, LayoutPricer
 from autoshard.search.bound.records import PointRecords
 from autoshard.search.bound.uncut import uncut_seconds
 from autoshard.search.bound.unsolved import PlainPoints
@@ -82,9 +82,9 @@ class MeshKinds:
         that questions that differ in little have the same layouts, and know their cuttings.
         """
         rows = {key: column[layouts] for key, column in self._legal.space.rows.items()}
-        atoms = {atom: column[layouts] for atom, column in self._pricer.atoms.items()}
+        atoms = {atom: column[layouts] for atom, column in self._pricer.meshes.atoms.items()}
         most_s, capacity = _FAR * _rounded_up(limit_s), _rounded_up(float(np.max(self._goal.capacity)))
-        meshes = atoms, partial(self._pricer.ring, layouts=layouts)
+        meshes = atoms, partial(self._pricer.meshes.ring, layouts=layouts)
         bounds = uncut_seconds(self._pricer.question, terms, rows, meshes, capacity)
         far = (bounds >= most_s) & (np.isinf(bounds) | (rows["tp"] * rows["pp"] > 1))
         beyond = far & np.isfinite(bounds)
@@ -100,12 +100,11 @@ class MeshKinds:
         base = replace(self._legal.space.base, cp_kind=terms.cp_kind)
         space = replace(self._legal.space, base=base, sp=variants[0].space.sp)
         orders: list[CpOrder] = sorted({variant.space.base.cp_order for variant in variants})
-        parts: list[PricedLayouts] = []
-        for cutting, layouts in cuttings:
-            groups: dict[CpOrder, Ints] = {
-                order: np.intersect1d(layouts, self.layouts(terms, order)) for order in orders
-            }
-            parts += self._pricer.priced(space, cutting, groups, apart=bool(self._pins))
+        served: list[tuple[Cutting, ByOrder]] = [
+            (cutting, {order: np.intersect1d(layouts, self.layouts(terms, order)) for order in orders})
+            for cutting, layouts in cuttings
+        ]
+        parts = self._pricer.priced(space, served, apart=bool(self._pins))
         return PlainPoints.of(parts, self._pricer.joined(parts), variants, self._goal)
 
     def priced_as(self, larger: "MeshKinds") -> list[PlainPoints]:

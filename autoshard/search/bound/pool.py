@@ -286,8 +286,11 @@ class Pool:
         together, however their blocks are cut: to bound and solve many at once takes little longer than one.
         """
         limit = self._limit
-        for variants, chosen in self.left.take(groups, runs, near or (lambda plain: plain.bounds < limit)).items():
-            joined = self.pricer.joined([self.pricer.with_recompute(plain.priced).only(plain.rows) for plain in chosen])
+        taken = self.left.take(groups, runs, near or (lambda plain: plain.bounds < limit))
+        self.pricer.with_recompute([plain.priced for chosen in taken.values() for plain in chosen])  # all at once
+        for variants, chosen in taken.items():
+            priced = self.pricer.with_recompute([plain.priced for plain in chosen])
+            joined = self.pricer.joined([part.only(plain.rows) for part, plain in zip(priced, chosen, strict=True)])
             for variant in variants:
                 points = Points.of(joined, variant, self.goal, limit)
                 self._records.bound(points)
@@ -382,7 +385,7 @@ class Pool:
         self.between()
         terms, layout = row
         cutting = solved_cutting(self.pricer.question, self.legal.space.candidate(layout, 0), self._kinds.pinned(terms))
-        atoms = {atom for atom, column in self.pricer.atoms.items() if column[layout] > 1}
+        atoms = {atom for atom, column in self.pricer.meshes.atoms.items() if column[layout] > 1}
         self.own_cuttings[row] = used
         if cutting.only(atoms) == used.only(atoms):
             return

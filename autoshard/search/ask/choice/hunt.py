@@ -113,8 +113,8 @@ def _priced(result: EngineResult, parts: Sequence[_Part], cutting: Cutting, best
         order: np.unique(np.concatenate([run.layouts for run in runs if run.space.base.cp_order == order]))
         for order in orders
     }
-    priced = pricer.priced(space, cutting, layouts, apart=bool(result.request.layouts))
-    joined = pricer.joined([pricer.with_recompute(layouts_of) for layouts_of in priced])
+    priced = pricer.priced(space, [(cutting, layouts)], apart=bool(result.request.layouts))
+    joined = pricer.joined(pricer.with_recompute(priced))
     for (run, run_rows), of_part in zip(parts, runs, strict=True):
         points = Points.of(joined, of_part, goal)
         # The pool knows its points by the whole variant.

@@ -163,9 +163,11 @@ def _priced(pool: Pool, near: Sequence[tuple[_Priced | _Unpriced, Ints]]) -> Ite
             yield group.points.only(numbers)
         else:
             by_plain[group.plain].append((group, numbers))
-    for plain, unpriced in by_plain.items():
-        places = np.unique(np.concatenate([group.places[numbers] for group, numbers in unpriced]))
-        priced = pool.pricer.with_recompute(plain.priced, plain.rows[places])
+    chosen = [
+        (plain.priced, plain.rows[np.unique(np.concatenate([group.places[numbers] for group, numbers in unpriced]))])
+        for plain, unpriced in by_plain.items()
+    ]
+    for priced, unpriced in zip(pool.pricer.some_with_recompute(chosen), by_plain.values(), strict=True):
         for group, numbers in unpriced:
             points = Points.of(priced, group.variant, pool.goal)
             yield points.only(np.isin(points.variant_rows, group.rows[numbers]))
