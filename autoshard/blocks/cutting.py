@@ -10,6 +10,7 @@ import numpy as np
 
 from autoshard.blocks.choices import Atoms, atom_dims, op_cuts
 from autoshard.blocks.operators import SharedCuts, solve, solve_columns
+from autoshard.blocks.parts import PricedParts
 from autoshard.blocks.problem import OperatorProblem
 from autoshard.cost.collective import Number, Ring
 from autoshard.cost.setting import Question, only
@@ -75,9 +76,10 @@ def solved_cutting(question: Question, candidate: Candidate, terms: Terms) -> Cu
     of ``sequence_parallel`` may be given. They are kept, because a frontier asks for them under every limit of memory.
     """
     tables: dict[str, Mapping[str, Cuts]] = {}
+    meshes, priced = Meshes.of(question, candidate), PricedParts()
     for kind in question.step.kinds:
-        problem = operator_problem(question, Meshes.of(question, candidate), terms, kind)
-        cuts, whole = solve(problem).cuts, dict[str, Cuts]()
+        problem = operator_problem(question, meshes, terms, kind)
+        cuts, whole = solve(problem, priced).cuts, dict[str, Cuts]()
         for op in cut_operations(problem.block):
             atoms_by_dim = {dim: list(cut) for dim, cut in cuts[op.name].items()}
             for atom in (atom for atom in ATOMS if atom not in problem.real_atoms):
@@ -133,7 +135,7 @@ def shared_cuttings(
     may stop this.
     """
     (terms, slack), kinds = terms_and_slack, question.step.kinds
-    count, parts = len(meshes.atoms["edp"]), dict[str, tuple[SharedCuts, ...]]()
+    count, parts, priced = len(meshes.atoms["edp"]), dict[str, tuple[SharedCuts, ...]](), PricedParts()
     few = meshes.only(np.unique(np.linspace(0, count - 1, _FEW).astype(np.int64)))
     real = tuple(atom for atom, size in meshes.atoms.items() if np.any(size > 1))
     state_bytes = float(sum(question.workload.precision.state_bytes(num_moments=0)[part] for part in _WHOLE))
@@ -142,7 +144,7 @@ def shared_cuttings(
         few_columns = operator_problem(question, few, terms, kind, real)
         problem = operator_problem(question, meshes, terms, kind, real)
         problem = replace(problem, few=few_columns, state_bytes_per_weight=state_bytes)
-        parts[kind] = solve_columns(problem, slack, between)
+        parts[kind] = solve_columns(problem, slack, priced, between)
     numbers = np.empty((len(kinds), count), dtype=np.int64)
     for row, shared in zip(numbers, parts.values(), strict=True):
         for number, part in enumerate(shared):

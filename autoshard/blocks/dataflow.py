@@ -1,5 +1,6 @@
 """Who makes and who reads every tensor of a block, and in which layouts each choice does so."""
 
+from collections import defaultdict
 from collections.abc import Collection, Sequence
 
 import numpy as np
@@ -14,14 +15,16 @@ from autoshard.layout.layout import Layout
 from autoshard.layout.legal import cut_operations
 from autoshard.spec.workload import Dtype
 
+ChangesByTensor = dict[tuple[Dims, Dtype, Pending], ChangePrices]
+
 
 class Dataflow:
     """The operations of a block with their choices, and the delivers between them.
 
-    ``like`` is of a problem that differs in choices only, and so has the same prices of changes.
+    ``changes`` are the prices of changes of problems that differ in blocks and choices only.
     """
 
-    def __init__(self, problem: OperatorProblem, like: "Dataflow | None" = None) -> None:
+    def __init__(self, problem: OperatorProblem, changes: ChangesByTensor | None = None) -> None:
         block, atoms = problem.block, problem.real_atoms
         self.problem, self._atoms = problem, atoms
         self.ops = cut_operations(block)
@@ -31,6 +34,10 @@ class Dataflow:
         self.readers = {
             deliver.outputs[0]: [op for op in self.ops if deliver.outputs[0] in op.inputs] for deliver in self.delivers
         }
+        self.delivered = {deliver.inputs[0] for deliver in self.delivers}
+        self.steps: dict[str, list[Op]] = defaultdict(list)  # operations and their gradients
+        for op in block.select("micro_batch"):
+            self.steps[op.source].append(op)
         alone = {name for name, readers in self.readers.items() if len(readers) == 1}
         self.choices: dict[str, tuple[OpChoice, ...]] = {}
         for op in (free_op for free_op in self.ops if free_op.name not in problem.tied):
@@ -50,7 +57,7 @@ class Dataflow:
         self.choices |= {name: self.choices[like] for name, like in problem.tied.items()}
         back = {op.source for op in block.ops if isinstance(op.kind, Collect)}
         self.has_gradient = {deliver.outputs[0]: deliver.name in back for deliver in self.delivers}
-        self._changes: dict[tuple[Dims, Dtype, Pending], ChangePrices] = like._changes if like else {}
+        self._changes = ChangesByTensor() if changes is None else changes
 
     def change_s(
         self, dims: Dims, dtype: Dtype, befores: Sequence[Layout], afters: Sequence[Layout], pending: Pending = "sums"

@@ -10,7 +10,7 @@ tensor; where readers have very many choices, all of them take the tensor alike.
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -20,6 +20,7 @@ from autoshard.blocks.choices import Atoms, real_cuts, subsets
 from autoshard.blocks.dataflow import Dataflow
 from autoshard.blocks.elimination import COLUMN, CostFactor, Table, eliminate
 from autoshard.blocks.limited import minimise_within
+from autoshard.blocks.parts import PricedPart, PricedParts, choices_of, part_facts
 from autoshard.blocks.problem import (
     OperatorProblem,
     gathered_s,
@@ -57,9 +58,12 @@ class OperatorSolution:
     rests: Mapping[str, Atoms] = field(default_factory=dict[str, Atoms])
 
 
-def solve(problem: OperatorProblem) -> OperatorSolution:
-    """Find the cheapest sharding of every operation of a block within its memory limit."""
-    tables = _Tables(problem)
+def solve(problem: OperatorProblem, priced: PricedParts | None = None) -> OperatorSolution:
+    """Find the cheapest sharding of every operation of a block within its memory limit.
+
+    ``priced`` are parts of problems that differ in their blocks only; those of this one join them.
+    """
+    tables = _Tables(problem, priced)
     minimum = minimise_within(tables.sizes, tables.factors, problem.memory_limit_bytes)
     message = f"no layouts of {problem.block.kind} were found; its tensors are read by too many operations"
     require((math.isfinite(minimum.cost), "block", message))  # where all is exact some way is always left
@@ -84,13 +88,16 @@ class SharedCuts:
     columns: Ints
 
 
-def solve_columns(problem: OperatorProblem, slack: float, between: Callable[[], None]) -> tuple[SharedCuts, ...]:
+def solve_columns(
+    problem: OperatorProblem, slack: float, priced: PricedParts, between: Callable[[], None]
+) -> tuple[SharedCuts, ...]:
     """Find the cheapest cuts of a block in every column; few serve all columns.
 
     The cuts of one column serve another column in which they hold no more bytes than that column's own cuts, and cost
-    at most the share ``slack`` more. ``between`` is called before each part is priced, and may stop this.
+    at most the share ``slack`` more. ``between`` is called before each part is priced, and may stop this. ``priced`` as
+    in ``solve``.
     """
-    tables = _Tables(problem, between=between)
+    tables = _Tables(problem, priced, between)
     count = problem.shape[0]
     names = list(tables.sizes)
     rows, least_s = tables.cheapest(names, count)
@@ -134,7 +141,7 @@ class CutTotals:
     def with_choices(self, name: str, choices: tuple[Cuts, ...]) -> Totals:
         """Return the totals of one operation as if it had other choices; only what touches it is priced again."""
         changed = replace(self._problem, allowed={**self._problem.allowed, name: choices})
-        return dict(self._of(_Tables(changed, self._tables, name)))[name]
+        return dict(self._of(_Tables(changed, self._tables.priced)))[name]
 
     def _of(self, tables: "_Tables") -> Iterator[tuple[str, Totals]]:
         least = eliminate(tables.sizes, tables.factors).least_totals()
@@ -145,31 +152,25 @@ class CutTotals:
 class _Tables:
     """The variables of a problem with how many values each has, and the factors between them.
 
-    ``like`` is of a problem that differs only in the choices of the operation ``changed``. ``between`` is called before
-    each part is priced.
+    ``between`` is called before each part that is not ``priced`` is.
     """
 
     def __init__(
-        self,
-        problem: OperatorProblem,
-        like: "_Tables | None" = None,
-        changed: str = "",
-        between: Callable[[], None] = lambda: None,
+        self, problem: OperatorProblem, priced: PricedParts | None = None, between: Callable[[], None] = lambda: None
     ) -> None:
-        self.problem, self.flow = problem, Dataflow(problem, like.flow if like else None)
+        self.priced = priced or PricedParts()
+        self.problem, self.flow = problem, Dataflow(problem, self.priced.changes)
         self.rests: tuple[Atoms, ...] = tuple(subsets(problem.real_atoms)) if problem.cuts_rest else ((),)
         self.sizes = {name: len(values) for name, values in self.flow.choices.items() if name not in problem.tied}
         self.factors: list[CostFactor] = []
-        self._known = like._known if like else dict[str, tuple[dict[str, int], list[CostFactor]]]()
-        self._changed, self._between = changed, between
-        delivered = {deliver.inputs[0] for deliver in self.flow.delivers}
+        self._between = between
         tied_counts = Counter(problem.tied.get(op.name, op.name) for op in self.flow.ops)
         for op in (candidate for candidate in self.flow.ops if candidate.name in tied_counts):
-            self._part(op.name, (op,), partial(self._add_operation, op, delivered), tied_counts[op.name])
+            self._part(op.name, (op,), partial(self._add_operation, op), tied_counts[op.name])
         for deliver, count in self._edges():
             maker = self.flow.maker.get(deliver.inputs[0])
-            touching = (*self.flow.readers[deliver.outputs[0]], *([maker] if maker else []))
-            self._part(deliver.name, touching, partial(self._add_edge, deliver), count)
+            ends = (*self.flow.readers[deliver.outputs[0]], *([maker] if maker else []))
+            self._part(deliver.name, (deliver, *ends), partial(self._add_edge, deliver), count)
         for name in problem.block.gives:
             self._part(f"{name} at the end", (self.flow.maker[name],), partial(self._add_end, name))
 
@@ -188,33 +189,32 @@ class _Tables:
             groups[str((where, readers, deliver.kind, block.tensors[source].dims))].append(deliver)
         return ((delivers[0], len(delivers)) for delivers in groups.values())
 
-    def _part(self, name: str, touching: Iterable[Op], price: Callable[[], None], count: int = 1) -> None:
-        """Add the variables and factors of a part, which are known unless the changed operation touches it.
+    def _part(self, name: str, ops: Sequence[Op], price: Callable[[], None], count: int = 1) -> None:
+        """Add the variables and factors of a part of some operations, which may be known.
 
         A part that occurs several times, between operations tied to the same operations, is priced once.
         """
-        if self._changed and self._changed not in (op.name for op in touching):
-            sizes, factors = self._known[name]
-            self.sizes |= sizes
-            self.factors += factors
-            return
-        self._between()
-        before, start = set(self.sizes), len(self.factors)
-        price()
-        if self.problem.tied:
-            self.factors[start:] = [
-                factor.repeated(count).renamed(self.problem.tied) for factor in self.factors[start:]
-            ]
-        if not self._changed:
+        key, choices = (name, count, part_facts(self.flow, ops)), choices_of(self.flow, ops)
+        part = self.priced.get(key, choices)
+        if not part:
+            self._between()
+            before, start = set(self.sizes), len(self.factors)
+            price()
+            factors = self.factors[start:]
+            if self.problem.tied:
+                factors = [factor.repeated(count).renamed(self.problem.tied) for factor in factors]
+            del self.factors[start:]
             added = {variable: size for variable, size in self.sizes.items() if variable not in before}
-            self._known[name] = added, self.factors[start:]
+            part = self.priced.parts[key] = PricedPart(choices=choices, sizes=added, factors=factors)
+        self.sizes |= part.sizes
+        self.factors += part.factors
 
     def _add_edge(self, deliver: Op) -> None:
         edge = TensorEdge(self.flow, deliver)
         self.sizes |= {name: len(values) for name, values in edge.variables.items()}
         self.factors += edge.factors()
 
-    def _add_operation(self, op: Op, delivered: set[str]) -> None:
+    def _add_operation(self, op: Op) -> None:
         """Price an operation with its gradients, and its weights.
 
         It keeps, as it is cut, copies of its kernel and results that are not delivered.
@@ -228,7 +228,7 @@ class _Tables:
                 if part.kind.ring_dim:
                     time_s += problem.stacked([ring_of_s(problem, part, op_cuts) for op_cuts in cuts])
         for entry in problem.block.saved:
-            if entry.op == op.name and entry.storage not in delivered:
+            if entry.op == op.name and entry.storage not in self.flow.delivered:
                 held_bytes += kept_bytes(problem, entry, choices)
         self._add((op.name,), time_s, held_bytes)
         if weights_of(problem, op):

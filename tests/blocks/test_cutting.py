@@ -8,6 +8,8 @@ import pytest
 
 from autoshard.blocks.choices import atom_dims
 from autoshard.blocks.cutting import Meshes, Terms, operator_problem, shared_cuttings, solved_cutting
+from autoshard.blocks.operators import solve
+from autoshard.blocks.parts import PricedParts
 from autoshard.blocks.problem import ring_of_s
 from autoshard.cost.built_in import built_in
 from autoshard.cost.predict import predict
@@ -143,3 +145,27 @@ def test_cuttings_of_many_meshes_may_be_stopped_between_any_two_parts_of_a_block
     looks.clear()
     with pytest.raises(SearchStopped):
         next(shared_cuttings(question, columns, (terms, 0.0), stop))
+
+
+@pytest.mark.parametrize("model", ["tiny-gpt-oss", "tiny-gemma3", "tiny-deepseek"])
+def test_blocks_that_share_parts_are_cut_as_each_alone_and_price_less(model):
+    question = ask(model, "h100-80", 1, seq_len=512)
+    candidate = candidate_of(question, "tp=2,cp=2,dp=2,mbs=2")
+    terms = Terms(engine=question.cluster.engine, sequence_parallel=True)
+    meshes, priced, alone_counts = Meshes.of(question, candidate), PricedParts(), list[int]()
+    for kind in question.step.kinds:
+        problem, alone = operator_problem(question, meshes, terms, kind), PricedParts()
+        shared, single = solve(problem, priced), solve(problem, alone)
+        assert shared == single
+        alone_counts.append(len(alone.parts))
+    assert len(question.model.layer_counts) > 1 and len(priced.parts) < 0.9 * sum(alone_counts)
+
+
+def test_a_part_with_other_choices_is_priced_anew():
+    question = ask("llama3-8b", "h100-80", 1)
+    terms, meshes = Terms(engine="torch", sequence_parallel=True), Meshes.of(question, candidate_of(question, "tp=8"))
+    problem, priced = operator_problem(question, meshes, terms, "layer"), PricedParts()
+    solve(problem, priced)
+    whole = replace(problem, allowed={**problem.allowed, "up": ({},)})
+    assert solve(whole, priced) == solve(whole)
+    assert solve(whole).cost_s > solve(problem, priced).cost_s
