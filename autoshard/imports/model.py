@@ -20,7 +20,10 @@ _FIELDS: Mapping[str, str] = {  # facts -> fields of ModelSpec by which cards ar
     "num_attention_heads": "num_heads", "num_key_value_heads": "num_kv_heads", "vocab_size": "vocab",
     "num_local_experts": "num_experts", "gated": "gated_mlp", "norm": "norm", "positions": "positions",
     "tie_word_embeddings": "tied_embeddings", "shared_ffn": "shared_ffn", "router": "router",
+    "head_dim": "head_dim", "num_experts_per_tok": "experts_per_token", "bias": "mlp_bias", "qkv_bias": "qkv_bias",
+    "qk_norm": "qk_norm",
 }  # fmt: skip
+_DROPOUTS = ("hidden_dropout", "attention_dropout")  # of training, so that no card is told by them
 _OPTIONS = (  # facts that are options of a ModelSpec
     "router", "shared_ffn", "latent", "sinks", "router_bias", "glu_limit", "glu_slope", "kinds", "order",
 )  # fmt: skip
@@ -29,6 +32,7 @@ _NOT_SHAPE = ("name", "source", "max_positions", "norm_eps", "rotary_theta", "ro
 _SUFFIX = re.compile(
     r"[-_](hf|instruct|chat|base|v0\.\d+)$"
 )  # v0.1 is a release; V2 and V3 of DeepSeek are other models
+_EXPERTS_PER_TOKEN = 2  # megatron/training/arguments.py
 _FFN_STEP = 64  # of gated models: megatron/training/arguments.py rounds 8/3 of the hidden size down to a multiple
 _VOCABULARIES = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000, "Llama3Tokenizer": 128256}
 _FLAVORS = {"llama3": "llama3.1"}  # torchtitan trains the models of release 3.1 under the older name
@@ -58,6 +62,13 @@ def _shapes() -> Mapping[str, Mapping[str, Any]]:
 def model_of(run: ImportedRun, typed: str | None) -> tuple[ModelSpec, str]:
     """Return the model of a configuration, or the one that is typed, and how it was found."""
     facts = {key.removeprefix("model."): value for key, value in run.facts.items() if key.startswith("model.")}
+    spec, said = _model_of(run, facts, typed)
+    dropouts = {key: facts[key] for key in _DROPOUTS if facts.get(key) not in (None, getattr(spec, key))}
+    drops = "".join(f", with {key.replace('_', ' ')} {rate:g}" for key, rate in dropouts.items())
+    return replace(spec, **dropouts), said + drops
+
+
+def _model_of(run: ImportedRun, facts: Mapping[str, Any], typed: str | None) -> tuple[ModelSpec, str]:
     if typed is not None:
         spec = load_model(typed)
         against = _contradictions(facts, spec)
@@ -114,12 +125,24 @@ def _named(name: str) -> ModelSpec | None:
 
 
 def _contradictions(facts: Mapping[str, Any], spec: ModelSpec) -> str:
-    pairs = [(key, facts[key], getattr(spec, name)) for key, name in _FIELDS.items() if key in facts]
-    if "num_local_experts" not in facts and "gated" in facts:
-        pairs.append(("num_local_experts", 0, spec.num_experts))
-    if "num_key_value_heads" not in facts and {"num_attention_heads", "gated"} <= facts.keys():
-        pairs.append(("num_key_value_heads", facts["num_attention_heads"], spec.num_kv_heads))
+    told = _completed(facts)
+    pairs = [(key, told[key], getattr(spec, name)) for key, name in _FIELDS.items() if key in told]
     return ", ".join(f"{key} {value}" for key, value, card_value in pairs if value != card_value)
+
+
+def _completed(facts: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Add what flags of an architecture mean where they are left out: they are read together, and ``gated`` is one."""
+    stated = {key: value for key, value in facts.items() if value is not None or key in _OPTIONS}
+    if "gated" not in stated:
+        return stated
+    usual: dict[str, Any] = {"num_local_experts": 0, "qk_norm": False}
+    if "bias" in stated:
+        usual["qkv_bias"] = stated["bias"]
+    if heads := stated.get("num_attention_heads"):
+        usual |= {"num_key_value_heads": heads, "head_dim": stated.get("hidden_size", 0) // heads}
+    if stated.get("num_local_experts"):
+        usual["num_experts_per_tok"] = _EXPERTS_PER_TOKEN
+    return {**usual, **stated}
 
 
 def _shape(spec: ModelSpec) -> tuple[object, ...]:
@@ -159,9 +182,10 @@ def _written_out(facts: Mapping[str, Any], run: ImportedRun) -> tuple[ModelSpec,
         config["vocab_size"] = _VOCABULARIES.get(str(facts.get("tokenizer")), 32000 if gated else 50257)
         said.append(f"vocabulary {config['vocab_size']}, since the tokenizer's size is not in the file")
     config.setdefault("max_position_embeddings", run.facts.get("work.seq_len", 4096))
-    config |= _kind(facts)
+    mixture = bool(facts.get("num_local_experts"))
+    config |= {"model_type": "mixtral", "sliding_window": None} if mixture else {"model_type": "llama"}
     spec = spec_from_config(config, name=run.name or _label(run), source=f"the user's {run.file.rpartition('/')[2]}")
-    spec = replace(spec, **{name: facts[name] for name in _OPTIONS if facts.get(name)})
+    spec = replace(spec, **_traits(facts), **{name: facts[name] for name in _OPTIONS if facts.get(name)})
     return spec, "; ".join(["the sizes in the file, of which no card is", *said])
 
 
@@ -172,26 +196,13 @@ _CONFIG = (
 )  # fmt: skip
 
 
-def _kind(facts: Mapping[str, Any]) -> dict[str, object]:
-    """Return the model_type of Hugging Face that has such norms, positions and MLP, and what it needs beside sizes."""
-    traits = facts.get("norm", "rms"), facts.get("positions", "rotary"), facts["gated"]
-    bias = bool(facts.get("bias"))
-    if facts.get("num_local_experts") and traits == ("rms", "rotary", True):
-        return {"model_type": "mixtral", "sliding_window": None}
-    if traits == ("rms", "rotary", True):
-        if facts.get("qk_norm"):
-            return {"model_type": "qwen3", "attention_bias": bias}
-        if facts.get("qkv_bias") and not bias:
-            return {"model_type": "qwen2"}
-        return {"model_type": "llama", "attention_bias": bias, "mlp_bias": bias}
-    grouped = facts.get("num_key_value_heads") not in (None, facts["num_attention_heads"])
-    if facts.get("norm") == "layer" and not facts["gated"] and not grouped:
-        if facts.get("positions") == "learned":
-            return {"model_type": "gpt2"}
-        return {"model_type": "gpt_neox", "partial_rotary_factor": 1.0, "use_parallel_residual": False}
-    norm, positions, gated = traits
-    words = f"{norm} norms, {positions} positions and a {'gated' if gated else 'plain'} MLP"
-    raise InputError.of("--model", f"missing: no family of models that autoshard knows has {words}. Type a config.json")
+def _traits(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a model that are no sizes; no family of Hugging Face needs to have them together."""
+    norm, gated = facts.get("norm", "rms"), facts["gated"]
+    bias = bool(facts.get("bias", norm == "layer" and not gated))
+    biases = {"qkv_bias": bias or bool(facts.get("qkv_bias")), "out_bias": bias, "mlp_bias": bias}
+    shape = {"norm": norm, "positions": facts.get("positions", "rotary"), "gated_mlp": gated}
+    return {**shape, **biases, "qk_norm": bool(facts.get("qk_norm")), "window": facts.get("sliding_window")}
 
 
 def _label(run: ImportedRun) -> str:

@@ -10,6 +10,7 @@ import yaml
 from autoshard.errors import InputError
 from autoshard.imports.imported import imported_run
 from autoshard.imports.programs.megatron import stages_of_layout
+from autoshard.imports.programs.megatron_model import written_model
 from autoshard.imports.question import ImportOptions, imported_question
 from autoshard.imports.table import number, truth, whole_number, words
 from autoshard.plan.recompute import Recompute
@@ -187,6 +188,45 @@ def test_models_that_have_no_card_are_made_of_their_sizes(tmp_path: Path, change
     sizes = {key: value for key, value in LLAMA.items() if key not in ("vocab_size", "ffn_hidden_size")}
     question = imported_question(run_of(tmp_path, sizes, {"ffn_hidden_size": 11008} | changes), ImportOptions())
     assert question.request.model.norm == kind and "of which no card is" in question.model_from
+
+
+CHANGES_OF_LLAMA = [
+    ({"kv_channels": 256}, {"head_dim": 256}), ({"qk_layernorm": True}, {"qk_norm": True}),
+    ({"add_qkv_bias": True}, {"qkv_bias": True}), ({"disable_bias_linear": False}, {"mlp_bias": True}),
+    ({"normalization": "LayerNorm"}, {"norm": "layer"}), ({"swiglu": False}, {"gated_mlp": False}),
+    ({"num_layers": 30, "window_size": "(512,0)"}, {"window": 512}),
+    ({"num_experts": 8, "vocab_size": 32000, "moe_router_topk": 4}, {"experts_per_token": 4}),
+    ({"num_experts": 8, "qk_layernorm": True}, {"qk_norm": True, "num_experts": 8}),
+    ({"position_embedding_type": "learned_absolute"}, {"positions": "learned"}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("keys", "fields"), CHANGES_OF_LLAMA, ids=str)
+def test_a_card_with_the_sizes_of_a_file_is_not_taken_where_another_key_says_another_model(
+    tmp_path: Path, keys: dict[str, Any], fields: dict[str, Any]
+) -> None:
+    question = imported_question(run_of(tmp_path, LLAMA, keys), ImportOptions())
+    model = question.request.model
+    assert {name: getattr(model, name) for name in fields} == fields and "of which no card is" in question.model_from
+    assert imported_question(run_of(tmp_path, LLAMA), ImportOptions()).request.model.name == "llama3-8b"
+
+
+def test_a_dropout_of_a_file_is_that_of_its_model_and_named_where_the_engine_has_none(tmp_path: Path) -> None:
+    drops = {"hidden_dropout": 0.1, "attention_dropout": 0.0}
+    question = imported_question(run_of(tmp_path, LLAMA, drops), ImportOptions())
+    assert (question.request.model.hidden_dropout, question.request.model.name) == (0.1, "llama3-8b")
+    assert question.model_from == "the card with these sizes, with hidden dropout 0.1"
+    run = run_of(tmp_path, NXDT, {"model": drops, "num_layers": 32, "hidden_size": 4096})
+    assert len(run.remarks) == 1 and run.remarks[0].startswith("hidden_dropout: ")
+    assert imported_question(run, ImportOptions(model="llama3-8b")).request.model.hidden_dropout == 0
+
+
+def test_the_flag_for_norms_of_queries_is_that_of_narrow_states_under_latent_attention(tmp_path: Path) -> None:
+    latent = {"multi_latent_attention": True, "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_layernorm": True}
+    keys = {"group_query_attention": False, "num_query_groups": None}
+    model = imported_question(run_of(tmp_path, LLAMA, keys, latent), ImportOptions()).request.model
+    assert model.latent is not None and not model.qk_norm
+    assert written_model({"model.latent": model.latent})["qk_layernorm"]
 
 
 def test_what_is_typed_goes_before_the_file(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ def model(keys: Keys) -> Facts:
     }
     if truth(keys.get("add_qkv_bias")):
         facts["model.qkv_bias"] = True
-    if truth(keys.get("qk_layernorm")):
+    if truth(keys.get("qk_layernorm")) and not truth(keys.get("multi_latent_attention")):
         facts["model.qk_norm"] = True
     return facts
 
@@ -49,13 +49,15 @@ def written_model(facts: Facts) -> Keys:
     keys |= {} if facts.get("model.bias") else {"disable_bias_linear": True}
     keys |= {} if facts.get("model.tie_word_embeddings") else {"untie_embeddings_and_output_weights": True}
     keys |= {"add_qkv_bias": True} if facts.get("model.qkv_bias") and not facts.get("model.bias") else {}
-    return {**keys, **({"qk_layernorm": True} if facts.get("model.qk_norm") else {})}
+    # Of latent attention the flag norms the narrow states (megatron/core/models/gpt/gpt_layer_specs.py).
+    normed = facts.get("model.qk_norm") or facts.get("model.latent")
+    return {**keys, **({"qk_layernorm": True} if normed else {})}
 
 
 MODEL = (
     "swiglu", "normalization", "position_embedding_type", "use_rotary_position_embeddings", "disable_bias_linear",
     "add_bias_linear", "untie_embeddings_and_output_weights", "add_qkv_bias", "qk_layernorm", "squared_relu",
-    "num_layers", "quick_geglu",
+    "num_layers", "quick_geglu", "multi_latent_attention",
 )  # fmt: skip
 
 

@@ -4,6 +4,7 @@ Meanings are those of docs/general/config_overview.rst there.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from autoshard.imports.programs.shared import (
@@ -154,6 +155,15 @@ def _model(keys: Keys) -> Facts:
     return facts
 
 
+def _dropped(keys: Keys) -> Facts:
+    """Name a dropout, which the nxd engine here does not have."""
+    return {"remarks": [f"{key}: {_NO_DROPOUT}" for key, rate in keys.items() if number(rate or 0)]}
+
+
+_DROPOUTS = tuple(
+    replace(same(key, f"model.{key}", number), reads=_dropped) for key in ("hidden_dropout", "attention_dropout")
+)
+_NO_DROPOUT = "NxD Training drops numbers; the nxd engine here drops none (Rule nxd-dropout), and they are not priced"
 _ATTENTION = ("fusions.flash_attention", "fusions.ring_attention")
 _MODEL = ("normalization", "position_embedding_type", "activation", "has_bias")
 _BALANCE = (
@@ -195,8 +205,7 @@ NXDT = OtherProgram(
         same("layernorm_epsilon", "model.rms_norm_eps", number),
         same("share_embeddings_and_output_weights", "model.tie_word_embeddings", truth),
         alias("sliding_window_size", "model.sliding_window"),
-        same("hidden_dropout", "model.hidden_dropout", number),
-        same("attention_dropout", "model.attention_dropout", number),
+        *_DROPOUTS,
         read_only(*_MODEL, reads=_model),
         alias("moe.num_experts", "model.num_local_experts"),
         alias("moe.top_k", "model.num_experts_per_tok"),
