@@ -11,7 +11,7 @@ from typing import Any, cast
 from autoshard.errors import InputError, require
 from autoshard.imports.imported import ImportedRun
 from autoshard.imports.model import model_of
-from autoshard.imports.stages import recompute_of_stages, with_ends
+from autoshard.imports.stages import chunks_of, recompute_of_stages, with_ends
 from autoshard.imports.table import Facts
 from autoshard.plan.candidate import Candidate, even_stages, parse_pins
 from autoshard.plan.folding import unfolded
@@ -320,11 +320,11 @@ class _QuestionBuilder:
         """Return the chunks of a rank, and the schedule."""
         if pp == 1:
             return 1, "1f1b"
-        layers, vp = self.model.num_layers, int(facts.get("layout.vp", 1))
+        vp = int(facts.get("layout.vp", 1))
         if "layout.num_stages" in facts and "layout.vp" not in facts:
             vp = max(1, int(facts["layout.num_stages"]) // pp)
         elif "layout.layers_per_stage" in facts and "layout.vp" not in facts:
-            vp = max(1, layers // (pp * int(facts["layout.layers_per_stage"])))
+            vp = chunks_of(self.model.num_layers, pp, facts)
         elif "layout.vp" not in facts:
             vp = int(facts.get("layout.vp_of_schedule", 1))
         return vp, str(facts.get("layout.schedule") or ("interleaved" if vp > 1 else "1f1b"))

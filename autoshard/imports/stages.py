@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from autoshard.errors import InputError
+from autoshard.imports.table import Facts
 from autoshard.plan.recompute import Recompute
 
 
@@ -31,3 +32,20 @@ def with_ends(layers: int, num_stages: int, first: int | None, last: int | None)
     if inner < 0 or rest < 0 or (inner and rest % inner) or (not inner and rest):
         raise InputError.of("stages", f"{rest} layers between first and last stage do not fill {inner} stages evenly")
     return (*([first] if first is not None else []), *([rest // inner] * inner), *([last] if last is not None else []))
+
+
+def chunks_of(layers: int, pp: int, facts: Facts) -> int:
+    """Return how many stages a rank has where a file says how many layers one has; programs refuse an uneven number.
+
+    Embedding and head count as so many layers as the first and the last stage have less.
+
+    >>> chunks_of(126, 8, {"layout.layers_per_stage": 4, "layout.first_less": 1, "layout.last_less": 1})
+    4
+    """
+    counted = layers + int(facts.get("layout.first_less", 0)) + int(facts.get("layout.last_less", 0))
+    per_stage = int(facts["layout.layers_per_stage"])
+    num_stages = -(-counted // per_stage)
+    if num_stages % pp:
+        uneven = f"{per_stage} layers each make {num_stages}, which {pp} pipeline ranks do not share evenly"
+        raise InputError.of("stages", uneven)
+    return num_stages // pp

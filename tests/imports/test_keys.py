@@ -171,6 +171,26 @@ def test_stages_are_those_of_megatron(tmp_path: Path, keys: dict[str, Any], cand
     assert str(imported_question(run_of(tmp_path, LLAMA, keys), ImportOptions()).candidate) == candidate
 
 
+@pytest.mark.parametrize(("embedding", "per_stage", "vp"), [(True, 4, 4), (True, 8, 2), (False, 9, 2)])
+def test_layers_of_a_stage_count_the_ends_as_programs_do(
+    tmp_path: Path, embedding: bool, per_stage: int, vp: int
+) -> None:
+    ends = dict.fromkeys(("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"), embedding)
+    sizes = {"num_layers": 126, "pipeline_model_parallel_size": 8 if embedding else 7}
+    keys = {**sizes, "num_layers_per_virtual_pipeline_stage": per_stage, **ends}
+    candidate = imported_question(run_of(tmp_path, LLAMA, keys), ImportOptions()).candidate
+    assert (candidate.vp, candidate.schedule) == (vp, "interleaved")
+    with pytest.raises(InputError, match="pipeline ranks do not share evenly"):
+        imported_question(run_of(tmp_path, LLAMA, keys, {"num_layers_per_virtual_pipeline_stage": 5}), ImportOptions())
+
+
+def test_layers_of_a_stage_of_torchtitan_count_embedding_and_head(tmp_path: Path) -> None:
+    cut = {"pipeline_parallel_degree": 8, "pipeline_parallel_layers_per_stage": 4}
+    keys = {**TITAN, "parallelism": {**cut, "pipeline_parallel_schedule": "Interleaved1F1B"}}
+    candidate = imported_question(run_of(tmp_path, keys), ImportOptions(model="llama3.1-405b")).candidate
+    assert (candidate.vp, candidate.num_stages) == (4, 32)
+
+
 @pytest.mark.parametrize(
     ("changes", "kind"),
     [

@@ -272,7 +272,7 @@ TORCHTITAN = OtherProgram(
         ),
     },
     defaults={"layout.cp_order": "zigzag", "layout.kernels": "torch_cuda", "layout.etp": 1, "layout.sp": True,
-              "layout.zero": 3},
+              "layout.zero": 3, "layout.first_less": 1, "layout.last_less": 1},
     stages=layers_by_part,
     limits=Limits(
         axes=("tp", "pp", "cp", "ep", "dp", "vp", "mbs"),
