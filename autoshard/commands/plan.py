@@ -27,7 +27,7 @@ from autoshard.report.answers import runners_up_of
 from autoshard.report.brief import brief_sheets
 from autoshard.report.plan_sheets import frontier_sheets, plan_sheets, rejections_sheet
 from autoshard.report.sheet import Sheet, Words
-from autoshard.report.structured import answers_json, candidate_json, frontier_json
+from autoshard.report.structured import answers_json, candidate_json, frontier_json, total_json
 from autoshard.report.words import counted
 from autoshard.search.ask.answers import NAMES, PlanResult, answers_of
 from autoshard.search.ask.api import request_of
@@ -199,7 +199,8 @@ def _of_machines(
     result = searched(size.request, selection[0], options)
     if not to.json:
         print_notes(Words(f"on {counted(size.request.cluster.num_nodes, 'node')}: {size.why}", "strong"))
-    return _show_answers(answers_of(size.request, result, selection[1]), to)
+    about = {"size": {"nodes": size.request.cluster.num_nodes, "why": size.why}}, ""
+    return _show_answers(answers_of(size.request, result, selection[1]), to, about=lambda _: about)
 
 
 def _read_off(module: str, question: QuestionOptions) -> ModelSpec:
@@ -266,7 +267,8 @@ def _show_answers(
     data, sentences = about(answer.plan)
     if to.json:
         figures = answers_json(answer, result.answers, result.certificate, result.no_vendor, result.remarks)
-        print_answer({**figures, "defaults": result.defaults, **data})
+        total = total_json(answer.plan, to.total_tokens)
+        print_answer({**figures, "total": total, "defaults": result.defaults, **data})
         return to.end(chosen, written)
     next_step = "" if written.refused else to.next_step
     if not to.verbose:
@@ -381,7 +383,7 @@ def _one_candidate(request: Request, text: str, to: Target, coded: Callable[[Pla
     estimate = coded(estimate) if estimate and not refused else estimate
     written = to.write(estimate) if estimate and not refused else Written()
     if to.json:
-        print_answer({**candidate_json(estimate, refused), "defaults": request.defaults})
+        print_answer({**candidate_json(estimate, refused, to.total_tokens), "defaults": request.defaults})
     else:
         print_answer([rejections_sheet(refused)])
         next_step = "" if refused or written.refused else to.next_step

@@ -8,6 +8,7 @@ from typing import Any
 from autoshard.plan.plan import Plan
 from autoshard.report.plan_sheets import total_words, work_words
 from autoshard.report.sheet import Cell, Sheet, Table, Words
+from autoshard.report.structured import total_json
 from autoshard.report.words import axes_words, prediction_of
 from autoshard.spec.cluster import Cluster
 from autoshard.spec.price import at_user_price
@@ -31,10 +32,10 @@ class MachineAnswer:
 
 def machines_json(answers: Sequence[MachineAnswer], total_tokens: float | None) -> dict[str, Any]:
     """Return a row for each machine, fastest first."""
-    return {"machines": [_row(answer) for answer in answers], "tokens": total_tokens}
+    return {"machines": [_row(answer, total_tokens) for answer in answers], "tokens": total_tokens}
 
 
-def _row(answer: MachineAnswer) -> Mapping[str, Any]:
+def _row(answer: MachineAnswer, total_tokens: float | None) -> Mapping[str, Any]:
     plan, cluster = answer.plan, answer.cluster
     where = {"cluster": cluster.name, "nodes": cluster.num_nodes, "ranks": cluster.num_ranks}
     if plan is None:
@@ -45,6 +46,7 @@ def _row(answer: MachineAnswer) -> Mapping[str, Any]:
         "plan": str(plan.candidate),
         "prediction": encode(plan.prediction),
         "dollars": dollars,
+        "total": total_json(plan, total_tokens),
         "remark": answer.remark,
     }
 

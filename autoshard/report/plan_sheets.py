@@ -9,6 +9,7 @@ from autoshard.plan.plan import Plan, Prediction
 from autoshard.plan.rules.rule import Rejection
 from autoshard.report.answers import answers_sheet
 from autoshard.report.sheet import Bar, Cell, Column, Fact, Node, Sheet, Table, Words, sheet_rows
+from autoshard.report.structured import total_json
 from autoshard.report.words import (
     TIME_WORDS,
     again_of,
@@ -241,9 +242,10 @@ def _price_words(cluster: Cluster) -> str:
 
 def total_words(plan: Plan, total_tokens: float) -> str:
     """Say how long all of the tokens take, and what they cost."""
-    time_s, dollars = total_tokens / prediction_of(plan).tokens_per_s, plan.dollars
+    total = total_json(plan, total_tokens) or {}
+    time_s, usd = total["time_s"], total["usd"]
     took = f"{time_s / _DAY_S:,.1f} days" if time_s >= 2 * _DAY_S else format_seconds(time_s)
-    cost = f" and {format_dollars(dollars.usd_per_billion_tokens * total_tokens / 1e9)}" if dollars else ""
+    cost = f" and {format_dollars(usd)}" if usd is not None else ""
     return f"{large_words(total_tokens)} tokens take {took}{cost}"
 
 

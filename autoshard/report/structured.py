@@ -12,6 +12,7 @@ from autoshard.plan.plan import Plan
 from autoshard.plan.rules.rule import Rejection
 from autoshard.report.answers import against_vendor, runners_up_of
 from autoshard.report.comparison import misfits, sentences
+from autoshard.report.words import prediction_of
 from autoshard.spec.record import encode
 
 
@@ -69,10 +70,22 @@ def frontier_json(plans: Sequence[Plan], gap: float, ended: str) -> dict[str, An
     return {"plans": rows, "gap": gap, "ended": ended}
 
 
-def candidate_json(plan: Plan | None, refused: Sequence[Rejection]) -> dict[str, Any]:
+def candidate_json(
+    plan: Plan | None, refused: Sequence[Rejection], total_tokens: float | None = None
+) -> dict[str, Any]:
     """Return why a candidate is refused, then its plan, if its shapes exist."""
-    reasons = [rejection_json(reason) for reason in refused]
-    return {"rejections": reasons, "plan": plan and plan_json(plan), "dollars": encode(plan and plan.dollars)}
+    reasons, total = [rejection_json(reason) for reason in refused], plan and total_json(plan, total_tokens)
+    content, dollars = plan and plan_json(plan), encode(plan and plan.dollars)
+    return {"rejections": reasons, "plan": content, "dollars": dollars, "total": total}
+
+
+def total_json(plan: Plan, total_tokens: float | None) -> dict[str, Any] | None:
+    """Return what all tokens take; None where nobody says how many they are."""
+    if not total_tokens:
+        return None
+    time_s, dollars = total_tokens / prediction_of(plan).tokens_per_s, plan.dollars
+    usd = dollars and dollars.usd_per_billion_tokens * total_tokens / 1e9
+    return {"tokens": total_tokens, "time_s": time_s, "usd": usd}
 
 
 def rejection_json(rejection: Rejection) -> dict[str, str]:

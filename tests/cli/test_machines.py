@@ -157,3 +157,17 @@ def test_a_budget_pays_for_the_most_nodes(typed: Typed) -> None:
 def test_what_does_not_go_together_is_said(typed: Typed, words: str, message: str) -> None:
     code, _, complaint = typed(words)
     assert code in (1, 2) and message in complaint and "Traceback" not in complaint
+
+
+def test_json_says_what_all_tokens_take_and_why_so_many_nodes(typed: Typed) -> None:
+    layout = "--at tp=8,dp=4,recompute=full"
+    told = json.loads(typed(f"{ASKED} {layout} --json")[1])
+    total = told["total"]
+    assert total["tokens"] == 1e12 and total["usd"] == 1000 * told["dollars"]["usd_per_billion_tokens"]
+    assert total["time_s"] * told["plan"]["prediction"]["tokens_per_s"] == pytest.approx(1e12)
+    text = typed(f"{ASKED} {layout} --force")[1]
+    assert f"1 trillion tokens take {total['time_s'] / 86_400:,.1f} days and ${total['usd']:,.0f}" in text
+    assert json.loads(typed(f"plan llama3-8b {layout} --json --force")[1])["total"] is None
+    sized = json.loads(typed(f"{ASKED} --fix tp=8,pp=1,cp=1,mbs=1,recompute=full --deadline 90d --force --json")[1])
+    assert sized["size"]["nodes"] == 8 and "the fewest nodes" in sized["size"]["why"]
+    assert sized["total"]["time_s"] < 90 * 86_400

@@ -55,7 +55,7 @@ def test_dollars_stand_beside_every_plan():
     answers = [Answer(name=name, plan=plan, why="", slower=0.0) for name in ("fastest", "2")]
     best = answers_json(answers[0], answers, Certificate())
     assert best["dollars"] == best["runners_up"][0]["dollars"] == candidate_json(plan, ())["dollars"] == dollars
-    assert candidate_json(None, ()) == {"rejections": [], "plan": None, "dollars": None}
+    assert candidate_json(None, ()) == {"rejections": [], "plan": None, "dollars": None, "total": None}
     nothing = Explanation(candidate=str(plan.candidate), blocks=(), rules={}, basis="none")
     data = explanation_json(plan, nothing, Alternatives(rivals=(plan,), unlimited_s=1.0))
     assert data.items() >= {**encode(nothing), "dollars": dollars, "unlimited_s": 1.0}.items()
