@@ -137,7 +137,10 @@ def _parsed_yaml(text: str, path: Path) -> object:
     import yaml  # here, because planning from JSON must not pay for it
 
     class YamlLoader(yaml.SafeLoader):
-        """Reads 3e11 as a number, which is text in YAML 1.1, and refuses equal keys, of which YAML keeps the last."""
+        """Reads 3e11 as a number, which is text in YAML 1.1, and dates as text, which are none in JSON.
+
+        Equal keys are refused, of which YAML keeps the last.
+        """
 
         def construct_mapping(self, node: Any, deep: bool = False) -> Any:
             _refuse_repeats([key.value for key, _ in node.value], str(path))
@@ -148,6 +151,8 @@ def _parsed_yaml(text: str, path: Path) -> object:
             return cast(Any, super()).construct_object(node, deep=True)
 
     cast(Any, YamlLoader).add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("+-0123456789"))
+    as_text = cast(Any, yaml.SafeLoader).construct_yaml_str
+    cast(Any, YamlLoader).add_constructor("tag:yaml.org,2002:timestamp", as_text)
     try:
         return cast(object, yaml.load(text, Loader=YamlLoader))
     except (yaml.YAMLError, ValueError) as error:

@@ -60,6 +60,9 @@ def test_the_cluster_file_and_the_card_of_the_docs_are_whole_and_work(tmp_path: 
     (tmp_path / "lab.yaml").write_text(blocks["lab.yaml"], encoding="utf-8")
     (tmp_path / "mine-1b.json").write_text(blocks["mine-1b.json"], encoding="utf-8")
     assert load_cluster(str(tmp_path / "lab.yaml"), 3).num_ranks == 12
+    bare = blocks["lab.yaml"].replace('"2026-10-02"', "2026-10-02")  # which YAML reads as a date
+    (tmp_path / "bare.yaml").write_text(bare, encoding="utf-8")
+    assert load_cluster(str(tmp_path / "bare.yaml")).price_date == "2026-10-02" and bare != blocks["lab.yaml"]
     data = yaml.safe_load(blocks["lab.yaml"])
     one = data["variants"][0]
     for kind, stated in (
@@ -204,7 +207,7 @@ def test_a_wrong_file_is_refused_with_every_fault_and_its_path(
         ("a.json", b"[]", "expected an object, found a list"),
         ("a.json", b"\xff\xfe", "UTF-8"),
         ("a.yaml", b"a: [", "not YAML"),
-        ("a.yaml", b"a: 2026-13-45", "not YAML"),
+        ("a.yaml", b"a: 2026-13-45", "a: unknown key"),
         ("a.yaml", b"a: &loop {b: *loop}", "recursive node"),
         ("a.yaml", b"a: &loop [{b: *loop}]", "recursive node"),
         ("a.yaml", b"", "expected an object, found null"),
