@@ -69,6 +69,24 @@ def test_conditions_hold_or_not_or_are_open(test: str, holds: bool | None) -> No
     assert options.get("yes", False) is (holds is True) and options.get("no", False) is (holds is False)
 
 
+@pytest.mark.parametrize(
+    "lines",
+    [
+        "A=4; B=2; C=8",
+        "A=4 B=2 C=8",
+        "export A=4 B='2';C=8;",
+        "readonly A=4; declare -i B=2 C=$((A * B))",
+        "A=${A:-4}; B=$(echo 1; echo 2) B=2 C=8 # all; of them",
+        "ARGS='--x 1; --y 2'; A=4; B=2; C=8",
+        "if [ 1 == 1 ]; then A=4; B=2; C=8; fi",
+    ],
+)
+def test_several_assignments_may_stand_on_a_line(lines: str) -> None:
+    sizes = "--tensor-model-parallel-size $A --micro-batch-size ${B} --num-layers $C"
+    options = shell_arguments(f"{lines}\ntorchrun pretrain_gpt.py {sizes}\n", "")
+    assert options == {"tensor_model_parallel_size": "4", "micro_batch_size": "2", "num_layers": "8"}
+
+
 RECIPE = '''
 import os
 LENGTH: int = 4 * 1024

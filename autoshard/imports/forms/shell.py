@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from autoshard.errors import InputError
 
-_ASSIGNMENT = re.compile(r"(?:export\s+|declare\s+(?:-\w+\s+)?|local\s+)?([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
+_ASSIGNMENT = re.compile(r"(?:(?:export|declare|local|readonly)\s+(?:-\w+\s+)?)?([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
 _VARIABLE = re.compile(r"\$\{([A-Za-z_]\w*|\d+)(?:\[@\]|\[\*\])?(?::?[-=]([^{}]*))?\}|\$([A-Za-z_]\w*|\d+)")
 _ARITHMETIC = re.compile(r"\$\(\(([^()]*(?:\([^()]*\)[^()]*)*)\)\)")
 _NAME = re.compile(r"(?<![$\w{])[A-Za-z_]\w*")
@@ -154,12 +154,32 @@ def _statements(text: str) -> Iterator[str]:
         depth, quote = _state(pending)
         if depth > 0 or quote:
             continue
-        for part in pending.split(";") if not _ASSIGNMENT.match(pending.strip()) else [pending]:
-            if part.strip():
-                yield part.strip()
+        yield from (part.strip() for part in _cut(pending, ";") if part.strip())
         pending = ""
     if pending.strip():
         yield pending.strip()
+
+
+def _cut(text: str, separators: str) -> list[str]:
+    """Split text at separators that stand in no quotes and no brackets.
+
+    >>> _cut("A=1; B='2; 3'; C=$(echo 4; echo 5)", ";")
+    ['A=1', " B='2; 3'", ' C=$(echo 4; echo 5)']
+    """
+    parts, depth, quote, start = list[str](), 0, "", 0
+    for place, letter in enumerate(text):
+        if quote:
+            quote = "" if letter == quote else quote
+        elif letter in "\"'`":
+            quote = letter
+        elif letter == "(" or text[place - 1 : place + 1] == "${":
+            depth += 1
+        elif letter in ")}":
+            depth -= depth > 0
+        elif letter in separators and not depth:
+            parts.append(text[start:place])
+            start = place + 1
+    return [*parts, text[start:]]
 
 
 def _without_comment(line: str, quote: str) -> str:
@@ -235,10 +255,13 @@ def _follow(script: _Script, line: str) -> None:
         script.beside = before
         return
     match = _ASSIGNMENT.fullmatch(line)
-    if match and not re.match(r"[^\"'(]*\s+\S*--", match[3]):
-        script.assign(match[1], match[3], appends=bool(match[2]))
-    else:
+    if not match or re.match(r"[^\"'(]*\s+\S*--", match[3]):
         script.commands.append(line)
+        return
+    value, *words = _cut(match[3].strip(), " \t")
+    script.assign(match[1], value, appends=bool(match[2]))
+    for further in filter(None, map(_ASSIGNMENT.fullmatch, words)):  # A=1 B=2
+        script.assign(further[1], further[3], appends=bool(further[2]))
 
 
 def _split(text: str, where: str) -> list[str]:
