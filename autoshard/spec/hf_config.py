@@ -154,7 +154,7 @@ def _rotary(reader: ConfigReader, kind: ModelType, max_positions: int) -> dict[s
     field = "rope_scaling" if reader.data.get("rope_scaling") else "rope_parameters"
     data = _object(reader, field)
     if field == "rope_parameters" and kind.window == "pattern":
-        _no_other_keys(reader, data, _ROTARY_OF_LAYERS)
+        _no_other_keys(reader, data, _ROTARY_OF_LAYERS, f"{field}.")
         field, data = f"{field}.full_attention", _object(reader, field, "full_attention")
     data = data or reader.defaults.get("rope_scaling", {})
     defaults = {**older, "rope_type": "default", "original_max_position_embeddings": max_positions, **_YARN_DEFAULTS}
@@ -180,10 +180,10 @@ def _object(reader: ConfigReader, *path: str) -> Mapping[str, object]:
     return data
 
 
-def _no_other_keys(reader: ConfigReader, data: Mapping[str, object], names: tuple[str, ...]) -> None:
+def _no_other_keys(reader: ConfigReader, data: Mapping[str, object], names: tuple[str, ...], prefix: str = "") -> None:
     for key in data:
         if key not in names:
-            reader.refuse(key, f"unknown key. {nearest(key, names)}")
+            reader.refuse(f"{prefix}{key}", f"unknown key. {nearest(key, names)}")
 
 
 def _local_theta(reader: ConfigReader) -> float:

@@ -258,7 +258,7 @@ def test_layers_that_attend_to_a_window_turn_heads_by_a_base_of_their_own():
         ({"final_logit_softcapping": 30.0}, ["final_logit_softcapping"]),
         ({"attn_logit_softcapping": 50.0}, ["attn_logit_softcapping"]),
         ({"use_bidirectional_attention": True}, ["use_bidirectional_attention"]),
-        ({"rope_parameters": {"rope_type": "default"}}, ["rope_type"]),
+        ({"rope_parameters": {"rope_type": "default"}}, ["rope_parameters.rope_type"]),
         ({"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 8.0}}},
          ["rope_parameters.sliding_attention.rope_type"]),
         ({"rope_parameters": {"full_attention": 5}}, ["rope_parameters.full_attention"]),
