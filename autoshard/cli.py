@@ -41,8 +41,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt as interrupt:
         _complain(str(interrupt) or "interrupted")
         return 130
-    except OSError as error:
-        return _exit_code_of(error)
+    except Exception as error:
+        return _exit_code_of(error) if isinstance(error, OSError) else _exit_code_of_extension(error)
 
 
 def _exit_code_of(error: OSError) -> int:
@@ -53,6 +53,17 @@ def _exit_code_of(error: OSError) -> int:
     if error.filename is None:
         _drop(sys.stdout)
     return 0 if has_gone else 2
+
+
+def _exit_code_of_extension(error: Exception) -> int:
+    """Name the line of a user's file from which an error comes; any other is ours, and told with its traceback."""
+    from autoshard.extensions import fault_of
+
+    fault = fault_of(error)
+    if fault is None:
+        raise error
+    _complain(" ".join(str(fault).split()))
+    return InputError.exit_code
 
 
 def _drop(stream: TextIO) -> None:

@@ -8,6 +8,7 @@ and the function that writes the MLP down. Texts of plans, schedules and graphs 
 import hashlib
 import importlib
 import importlib.util
+import inspect
 import re
 import sys
 import traceback
@@ -151,9 +152,30 @@ def run_file(path: Path, name: str, where: str) -> types.ModuleType:
     sys.modules[spec.name] = module  # dataclasses look up their module there
     try:
         exec(compile(path.read_bytes(), str(path), "exec", dont_inherit=True), vars(module))
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         del sys.modules[spec.name]
-        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
-        line = lines[-1] if lines else getattr(error, "lineno", None)
+        line = _line_in(path, error) or getattr(error, "lineno", None)
         raise InputError.of(where, f"line {line}: {type(error).__name__}: {error}") from None
     return module
+
+
+def fault_of(error: Exception) -> Fault | None:
+    """Return the fault of a loaded file whose function raised an error when it was called; None if none has."""
+    lines = [(path.name, line) for path in EXTENSIONS.files if (line := _line_in(path, error))]
+    said = f"{type(error).__name__}: {error}"
+    return Fault(where=f"--extend {lines[0][0]}", message=f"line {lines[0][1]}: {said}") if lines else None
+
+
+def called(name: str, function: Callable[..., Part], *arguments: object) -> Part:
+    """Call a function of a loaded file; refuse one that takes other arguments."""
+    try:
+        inspect.signature(function).bind(*arguments)
+    except TypeError as error:
+        raise InputError.of(f"--extend {name}", f"is called with {len(arguments)} arguments: {error}") from None
+    return function(*arguments)
+
+
+def _line_in(path: Path, error: BaseException) -> int | None:
+    """Return the last line of a file through which an error came."""
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+    return lines[-1] if lines else None

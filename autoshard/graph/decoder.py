@@ -4,11 +4,10 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
-from functools import partial
 from types import FunctionType
 
 from autoshard.errors import inside, require
-from autoshard.extensions import EXTENSIONS
+from autoshard.extensions import EXTENSIONS, called
 from autoshard.graph.block import Block, OpGraph
 from autoshard.graph.builder import BlockBuilder, finish
 from autoshard.graph.kinds.attention import Attend, Join, Rotary, fraction_of
@@ -132,12 +131,22 @@ def _layer_block(whole: ModelSpec, kind: str, workload: Workload, kernels: Kerne
     if model.num_experts:
         mlp_output = mixture(b, model, workload, normed, settles=settled and drops)
     else:
-        write_mlp = EXTENSIONS.of(FunctionType).get("mlp") or partial(mlp, ffn=whole.ffn_dim(kind))
-        mlp_output = write_mlp(b, model, normed)
+        mlp_output = _written_mlp(b, model, normed, whole.ffn_dim(kind))
     mlp_output = _norm_after(b, model, "mlp_post_norm", mlp_output)
     y = b.emit("mlp_add", Add(), after, _dropped(b, model, "mlp_drop", mlp_output))
     gives = (y, *add_router_losses(b, workload))
     return finish(b, kind, kernels, takes=(x,), gives=gives, repeat=whole.layer_counts[kind])
+
+
+def _written_mlp(b: BlockBuilder, model: ModelSpec, x: str, ffn: str) -> str:
+    """Write the MLP of a layer down, by the function of a loaded file if one has it."""
+    user_mlp = EXTENSIONS.of(FunctionType).get("mlp")
+    if user_mlp is None:
+        return mlp(b, model, x, ffn=ffn)
+    given = called("mlp", user_mlp, b, model, x)
+    message = f"must return what b.emit gives, the name of a value, not {given!r}"
+    require((isinstance(given, str) and given in b.tensors, "--extend mlp", message))
+    return given
 
 
 def _head_block(model: ModelSpec, workload: Workload, kernels: Kernels) -> Block:

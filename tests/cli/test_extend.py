@@ -113,6 +113,41 @@ def test_what_is_wrong_with_a_file_is_said(text: str, says: str, module: Path, t
     assert "--extend none.py: there is no such file" in typed("list --config options.json")[2]
 
 
+RULE = """
+from autoshard.plan.rules.rule import rule
+@rule("tp", source="us")
+def ours(c):
+    yield {}
+    yield "no"
+"""
+TERM = """
+from autoshard.cost.terms import CostTerm
+def seconds(c):
+    return {}
+term = CostTerm(name="wait", seconds=seconds, source="us")
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (RULE.format("c.absent <= 2"), "--extend my_module.py: line 5: AttributeError: 'Columns' object has no"),
+        (TERM.format("1 / 0"), "--extend my_module.py: line 4: ZeroDivisionError: division by zero"),
+        ("def mlp(b, model, x):\n    return b.nothing", "--extend my_module.py: line 2: AttributeError: "),
+        ("def mlp(b, model, x):\n    return 5", "--extend mlp: must return what b.emit gives, the name of a value"),
+        ("def mlp(x):\n    return x", "--extend mlp: is called with 3 arguments: too many positional arguments"),
+        ("import sys\nsys.exit(0)", "--extend my_module.py: line 2: SystemExit: 0"),
+    ],
+)
+def test_what_goes_wrong_in_a_function_of_a_file_is_said_with_its_line(
+    text: str, says: str, module: Path, typed: Typed
+):
+    module.write_text(text)
+    length = 4 * len(text)  # of no other test: graphs that this process has built do not know the file
+    code, _, complaint = typed(f"plan tiny-llama --cluster local --seq-len {length} --at dp=4,mbs=8 {MINE}")
+    assert code == 2 and says in complaint and complaint.count("\n") == 1
+
+
 def test_a_file_that_was_rewritten_in_the_same_second_is_read_again(tmp_path: Path):
     path = tmp_path / "layers.py"
     for number in (2, 3):
