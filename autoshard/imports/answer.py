@@ -46,7 +46,10 @@ def fitting_question(run: ImportedRun, options: ImportOptions, nodes: int | None
         return first
     question, count = first, first.request.cluster.num_nodes
     for doubling in range(_MOST_DOUBLINGS):
-        if _fits(question):
+        fits = _fits(question)
+        if fits is None:  # more nodes cannot share the batch
+            return first
+        if fits:
             return question
         more = count << (doubling + 1)
         why = "the file names no number of nodes; with half as many the layout does not fit in memory"
@@ -54,12 +57,13 @@ def fitting_question(run: ImportedRun, options: ImportOptions, nodes: int | None
     return question if _fits(question) else first
 
 
-def _fits(question: ImportedQuestion) -> bool:
+def _fits(question: ImportedQuestion) -> bool | None:
+    """Say whether the layout of a question fits in memory; None if it has no shape."""
     request = question.request
     try:
         plan = request.plan(question.candidate, question.engine, tables=False)
     except InputError:  # it has no shape, on more nodes neither
-        return True
+        return None
     return plan.prediction is None or plan.prediction.peak_bytes <= request.capacity_bytes(plan.kernels)
 
 

@@ -138,6 +138,10 @@ _COUNTS = (
 )
 
 
+def _counted(number: int, name: str) -> str:
+    return f"{number} {name}{'' if number == 1 else 's'}"
+
+
 @dataclass(slots=True, kw_only=True)
 class _QuestionBuilder:
     """Collects what is assumed on the way."""
@@ -225,11 +229,10 @@ class _QuestionBuilder:
             nodes = math.lcm(need, node.ranks_per_node) // node.ranks_per_node
             said = f"the file says {ranks} ranks, but " if ranks else ""
             said = said or "the file names no number of nodes; "
-            count = f"{nodes} {'node' if nodes == 1 else 'nodes'}"
-            self.assume(count, f"{said}the layout needs {need} ranks", "--nodes")
+            self.assume(_counted(nodes, "node"), f"{said}the layout needs {_counted(need, 'rank')}", "--nodes")
             return load_cluster(name, nodes, lnc=lnc)
         if why:
-            self.assume(f"{ranks} ranks", why, "--nodes")
+            self.assume(_counted(ranks, "rank"), why, "--nodes")
         per_node = node.ranks_per_node
         if ranks % per_node == 0:
             return load_cluster(name, ranks // per_node, lnc=lnc)
@@ -265,6 +268,11 @@ class _QuestionBuilder:
         nodes = facts.get("cluster.nodes")
         if nodes is not None:
             return int(nodes) * int(facts.get("cluster.per_node", per_node)), ""
+        stated = [int(facts.get(key) or 0) for key in ("work.global_batch", "layout.mbs", "work.accumulation")]
+        if min(stated) > 0 and stated[0] % (stated[1] * stated[2]) == 0:
+            replicas = stated[0] // (stated[1] * stated[2])
+            ranks = replicas * math.prod(int(self.facts.get(f"layout.{axis}", 1)) for axis in _AXES)
+            return ranks, f"the batches of the file make {_counted(replicas, 'replica')}"
         match = _GPUS.search(self.run.hints)
         return (int(match[1]), f"the file's name or first comment says {match[0]}") if match else (None, "")
 

@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from autoshard.errors import InputError
+from autoshard.imports.answer import fitting_question
 from autoshard.imports.imported import imported_run
 from autoshard.imports.programs.megatron import stages_of_layout
 from autoshard.imports.programs.megatron_model import written_model
@@ -302,3 +303,47 @@ def test_a_balance_loss_that_the_nxd_engine_does_not_add_is_named(tmp_path: Path
         for adds in (True, False)
     ]
     assert "moe.router_aux_loss_coef" in str(remarks[0]) and remarks[1] == ()
+
+
+NEMO: dict[str, Any] = {
+    "trainer": {"devices": 8, "num_nodes": 4, "precision": "bf16"},
+    "model": {
+        "tensor_model_parallel_size": 2, "micro_batch_size": 1, "global_batch_size": 128, "encoder_seq_length": 4096,
+        "num_layers": 32, "hidden_size": 4096, "ffn_hidden_size": 11008, "num_attention_heads": 32,
+        "num_query_groups": None, "kv_channels": None, "normalization": "rmsnorm", "bias": False,
+        "activation": "fast-swiglu", "share_embeddings_and_output_weights": False, "position_embedding_type": "rope",
+        "max_position_embeddings": 4096,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "fields"),
+    [
+        ({}, {"name": "llama2-7b"}),
+        ({"bias": True}, {"mlp_bias": True, "gated_mlp": True, "tied_embeddings": False}),
+        ({"activation": "squared-relu"}, {"gated_mlp": False, "activation": "relu", "mlp_bias": False}),
+        ({"activation": "geglu", "share_embeddings_and_output_weights": True},
+         {"gated_mlp": True, "activation": "gelu", "tied_embeddings": True}),
+    ],
+)  # fmt: skip
+def test_the_words_of_nemo_for_a_model_are_read(
+    tmp_path: Path, changes: dict[str, Any], fields: dict[str, Any]
+) -> None:
+    run = run_of(tmp_path, {**NEMO, "model": {**NEMO["model"], **changes}})
+    model = imported_question(run, ImportOptions()).request.model
+    assert {name: getattr(model, name) for name in fields} == fields and run.program.name == "bridge"
+
+
+def test_the_three_batches_of_deepspeed_say_how_many_ranks_there_are(tmp_path: Path) -> None:
+    batches = {"train_batch_size": 256, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 4}
+    run = run_of(tmp_path, {**batches, "zero_optimization": {"stage": 3}, "bf16": {"enabled": True}})
+    question = fitting_question(run, ImportOptions(model="llama3-8b", seq_len=4096))
+    assert question.request.cluster.num_ranks == 16 and not question.opens_nodes  # though it does not fit
+    assert "16 ranks: the batches of the file make 16 replicas (--nodes sets it)" in map(str, question.assumed)
+
+
+def test_nodes_are_not_doubled_until_a_batch_cannot_be_shared(tmp_path: Path) -> None:
+    keys = {"train_batch_size": 16, "train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 0}}
+    question = fitting_question(run_of(tmp_path, keys), ImportOptions(model="llama3-70b", seq_len=4096))
+    assert question.request.cluster.num_nodes == 1

@@ -349,7 +349,7 @@ MEGATRON = OtherProgram(
         "*check_for_nan*", "*average_in_collective", "ddp.overlap_param_gather", "*.pipeline_dtype", "decoupled_*",
         "*cuda_graph_*", "partition", "dist.*", "comm_overlap.*", "start_weight_decay", "end_weight_decay",
         "tiktoken_pattern", "no_rope_fusion", "rope_*", "use_rope_scaling", "ddp.*", "peft.*", "*should_pad_vocab",
-        "apply_layernorm_1p", "model.transformer_impl", "use_checkpoint*", "*gradient_as_bucket*",
+        "apply_layernorm_1p", "*rotary_percentage", "model.transformer_impl", "use_checkpoint*", "*gradient_as_bucket*",
         "trainer.strategy.*", "fp8_amax*", "fp8_*gather", "conditions_none", "async_save", "use_persistent*",
         "deterministic_mode", "empty_unused*", "no_gradient_accumulation_fusion", "attention_softmax_in_fp32",
         "enable_*_timing", "*.fine_grained*", "DDP_impl", "*.offload_modules",

@@ -18,26 +18,34 @@ def model(keys: Keys) -> Facts:
     """
     if not {"swiglu", "quick_geglu", "normalization", "num_layers", "position_embedding_type"} & keys.keys():
         return {}
-    gated = truth(keys.get("swiglu")) or truth(keys.get("quick_geglu"))
+    gated = any(truth(keys.get(key)) for key in ("swiglu", "quick_geglu", "gated_linear_unit"))
     positions = str(keys.get("position_embedding_type", "learned_absolute"))
     rotary = positions in ("rope", "yarn", "mrope") or truth(keys.get("use_rotary_position_embeddings"))
-    bias = not truth(keys.get("disable_bias_linear")) and not (
-        "add_bias_linear" in keys and not keys["add_bias_linear"]
-    )
+    bias = not truth(keys.get("disable_bias_linear")) and all(truth(keys.get(key, True)) for key in _BIASES)
     act = "silu" if gated else "relu" if truth(keys.get("squared_relu")) else "gelu"
+    gated, act = _ACTIVATIONS.get(str(keys.get("model.activation")).removeprefix("fast-"), (gated, act))
+    tied = truth(keys.get("share_embeddings_and_output_weights", True))
     facts = {
         "model.norm": "rms" if str(keys.get("normalization", "")).lower() == "rmsnorm" else "layer",
         "model.positions": "rotary" if rotary else "learned",
         "model.gated": gated,
         "model.hidden_act": act,
         "model.bias": bias,
-        "model.tie_word_embeddings": not truth(keys.get("untie_embeddings_and_output_weights")),
+        "model.tie_word_embeddings": tied and not truth(keys.get("untie_embeddings_and_output_weights")),
     }
     if truth(keys.get("add_qkv_bias")):
         facts["model.qkv_bias"] = True
     if truth(keys.get("qk_layernorm")) and not truth(keys.get("multi_latent_attention")):
         facts["model.qk_norm"] = True
     return facts
+
+
+_BIASES = ("add_bias_linear", "model.bias")
+# model.activation of NeMo's YAML (examples/nlp/language_modeling/conf): whether it gates an MLP, and by which function
+_ACTIVATIONS: Mapping[str, tuple[bool, str]] = {
+    "swiglu": (True, "silu"), "geglu": (True, "gelu"), "reglu": (True, "relu"), "squared-relu": (False, "relu"),
+    "gelu": (False, "gelu"),
+}  # fmt: skip
 
 
 def written_model(facts: Facts) -> Keys:
@@ -57,7 +65,8 @@ def written_model(facts: Facts) -> Keys:
 MODEL = (
     "swiglu", "normalization", "position_embedding_type", "use_rotary_position_embeddings", "disable_bias_linear",
     "add_bias_linear", "untie_embeddings_and_output_weights", "add_qkv_bias", "qk_layernorm", "squared_relu",
-    "num_layers", "quick_geglu", "multi_latent_attention",
+    "num_layers", "quick_geglu", "multi_latent_attention", "gated_linear_unit", "model.activation", "model.bias",
+    "share_embeddings_and_output_weights",
 )  # fmt: skip
 
 
