@@ -155,3 +155,11 @@ def test_the_engine_is_the_clusters_unless_another_is_named():
     assert (engines_of(trn, None), engines_of(gpu, None)) == (("nxd",), ("torch",))
     assert (engines_of(trn, "any"), engines_of(gpu, "any")) == (("nxd", "torch"), ("torch", "nxd"))
     assert (engines_of(trn, "torch"), engines_of(gpu, "nxd")) == (("torch",), ("nxd",))
+
+
+@pytest.mark.parametrize("recompute", ["full/none", ["full", "none"], ("full", "none")])
+@pytest.mark.parametrize("stages", ["3/1", [3, 1], (3, 1)])
+def test_pins_of_python_may_be_text_lists_and_tuples(stages: object, recompute: object) -> None:
+    pins = {"pp": 2, "tp": 1, "mbs": 1, "schedule": "1f1b", "stages": stages, "recompute": recompute}
+    candidate = autoshard.plan("tiny-llama", "local", fix=pins).plan.candidate
+    assert str(candidate) == "tp=1,pp=2,dp=2,recompute=full/none,stages=3/1"

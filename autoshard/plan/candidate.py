@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast, get_args
 
@@ -213,20 +213,24 @@ def parse_pins(text: str) -> Mapping[str, object]:
 
 
 def pins_text(pins: Mapping[str, Any]) -> str:
-    """Print what ``parse_pins`` reads.
+    """Print what ``parse_pins`` reads; values may be text already, and lists, as people write them in Python.
 
     >>> pins_text(parse_pins("pp=2,recompute=full*2,sp=false"))
     'pp=2,recompute=full*2,sp=false'
+    >>> pins_text({"pp": 2, "recompute": "full:3/none", "stages": [3, 1]})
+    'pp=2,recompute=full:3/none,stages=3/1'
     """
     return ",".join(f"{key}={value_text(key, value)}" for key, value in pins.items())
 
 
 def value_text(key: str, value: Any) -> str:
     """Print the value of one key."""
+    if isinstance(value, str):
+        return value
     if key == "recompute":
         return stages_text(value)
-    if isinstance(value, tuple):
-        return compress(map(str, cast(tuple[int, ...], value)))
+    if isinstance(value, tuple | list):
+        return compress(map(str, cast(Sequence[int], value)))
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
