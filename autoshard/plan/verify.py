@@ -205,7 +205,9 @@ def _prediction_misfits(plan: Plan, prediction: Prediction) -> Iterator[Rejectio
     capacity, ranks = prediction.capacity_bytes, plan.schedule.num_ranks
     usable = format_bytes(plan.cluster.rank_memory_bytes)
     has_less = capacity < plan.cluster.rank_memory_bytes
-    left_free = f" ({usable} less {plan.headroom:.3g} of headroom)" if has_less else ""
+    filled = capacity - int(plan.cluster.rank_memory_bytes * (1 - plan.headroom))  # Kernels.capacity_bytes
+    blocks = f", of which blocks of the allocator may fill {format_bytes(filled)}" if filled > 1 else ""
+    left_free = f" ({usable} less {plan.headroom:.3g} of headroom{blocks})" if has_less else ""
     if prediction.of != plan_hash(plan):
         message = (
             "prediction: was made for other choices than those that now stand in the plan. Predict again "

@@ -16,6 +16,7 @@ from autoshard.report.words import (
     axes_words,
     compiled_words,
     counted,
+    kept_free_words,
     large_words,
     layers_of,
     layout_words,
@@ -107,8 +108,8 @@ def plan_headline(plan: Plan, figures: Node) -> Sheet:
     causal = prediction["mfu_causal"]
     masked: Cell = (" (", causal.figure(), " causal)") if causal else ""
     missing = peak.value - prediction_of(plan).capacity_bytes
-    headroom = f"; {plan.headroom:.0%} of {format_bytes(figures['usable_bytes'].value)} is kept free"
-    room: Cell = f"{format_bytes(-missing)} free{headroom if plan.headroom else ''}"
+    left_free = kept_free_words(plan, format_bytes(figures["usable_bytes"].value))
+    room: Cell = f"{format_bytes(-missing)} free{left_free and f'; {left_free}'}"
     if missing > 0:
         room = Words(f"{format_bytes(missing)} too much", "bad")
     capacity = prediction["capacity_bytes"].figure()

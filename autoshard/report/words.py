@@ -223,13 +223,14 @@ def large_words(count: float) -> str:
     return f"{count / unit:,.2f}".rstrip("0").rstrip(".") + word
 
 
-def kept_free_words(plan: Plan) -> str:
+def kept_free_words(plan: Plan, of: str = "") -> str:
     """Say what the headroom keeps free: memory, or the room in which an allocator reserves blocks; "" of none."""
+    share = f"{plan.headroom:.0%}{of and f' of {of}'}"
     if not plan.headroom:
         return ""
     if load_kernels(plan.kernels).reserved:
-        return f"tensors leave {plan.headroom:.0%}, which blocks of the allocator may fill"
-    return f"{plan.headroom:.0%} is kept free on purpose"
+        return f"tensors leave {share}, which blocks of the allocator may fill"
+    return f"{share} is kept free on purpose"
 
 
 def spill_words(plan: Plan) -> str:

@@ -1,5 +1,6 @@
 import dataclasses
 import json
+import re
 
 import pytest
 from hypothesis import given
@@ -14,6 +15,7 @@ from autoshard.plan.rules.check import rejections
 from autoshard.plan.rules.rule import rule
 from autoshard.plan.tables import with_tables
 from autoshard.plan.verify import notices, verify
+from autoshard.spec.kernels import load_kernels
 from tests.plan.cases import ask, plan_of, shaped, with_prediction
 from tests.tabled import tabled
 
@@ -186,6 +188,17 @@ def test_a_stale_prediction_and_too_little_memory_are_reasons_of_their_own():
     assert "too much (2 of 8 pipeline ranks need too much)" in rejection.message
     none = with_prediction(plan_of(ask(), "tp=32,pp=8"), stage_memory=())
     assert [rejection.rule_id for rejection in verify(none)] == ["prediction-ranks"]
+
+
+def test_what_is_left_for_tensors_and_for_blocks_of_an_allocator_adds_up():
+    plan = plan_of(ask("llama3-8b", "h100-80", nodes=1), "tp=8,kernels=te")
+    huge = StageMemory(num_weights=1, parts={"weights": 90 * 2**30})
+    capacity_bytes = load_kernels("te").capacity_bytes(plan.cluster.rank_memory_bytes, plan.headroom)
+    (rejection,) = verify(with_prediction(plan, stage_memory=(huge,), capacity_bytes=capacity_bytes))
+    said = re.search(r"of ([\d.]+) GiB \(([\d.]+) GiB less 0.1 of .* may fill ([\d.]+) GiB\)", rejection.message)
+    assert said, rejection.message
+    capacity, usable, filled = map(float, said.groups())
+    assert capacity == pytest.approx((1 - plan.headroom) * usable + filled, abs=0.02)
 
 
 def test_what_a_plan_does_not_promise_is_said_and_users_rules_count_too():
