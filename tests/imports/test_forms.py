@@ -87,6 +87,23 @@ def test_several_assignments_may_stand_on_a_line(lines: str) -> None:
     assert options == {"tensor_model_parallel_size": "4", "micro_batch_size": "2", "num_layers": "8"}
 
 
+@pytest.mark.parametrize("directive", ["--nodes=16", "--nodes 16", "-N 16", "-N16   # all"])
+@pytest.mark.parametrize(
+    "launched", ["torchrun --nnodes $SLURM_NNODES", "torchrun --nnodes=${SLURM_JOB_NUM_NODES}", "srun python"]
+)
+def test_the_nodes_of_a_slurm_script_are_its_directive(directive: str, launched: str) -> None:
+    script = f"#!/bin/bash\n#SBATCH --job-name=x\n#SBATCH {directive}\n{launched} pretrain_gpt.py --num-layers 8\n"
+    assert shell_arguments(script, "") == {"nnodes": "16", "num_layers": "8"}
+    assert shell_arguments(script.replace("#SBATCH", "# SBATCH"), "").get("nnodes") != "16"
+
+
+@pytest.mark.parametrize("shell", ["sh -c", "bash -c", "srun -l --gpus 8 bash -c", "srun --gpus 8 sh -c"])
+def test_a_line_that_another_shell_runs_is_read(shell: str) -> None:
+    script = f'ARGS=\'--num-layers 8 --bf16\'\nRUN="python pretrain_gpt.py ${{ARGS}}"\n{shell} "cd x && ${{RUN}}"\n'
+    options = shell_arguments(script, "")
+    assert (options["num_layers"], options["bf16"], options.get("gpus", "8")) == ("8", True, "8")
+
+
 RECIPE = '''
 import os
 LENGTH: int = 4 * 1024

@@ -21,6 +21,8 @@ _QUOTED_LIST = re.compile(r'"(\$\{\w+\[@\]\}|\$@)"')
 _OPTION = re.compile(r"--?[A-Za-z][\w-]*")
 _SIZES = re.compile(r"--(num-layers|[\w-]*parallel-size)")  # without these, a script hands its arguments to another
 _READ_IN = re.compile(r"(?:\.|source)\s+\S*?([\w.-]+)\s*$")
+_SLURM_NODES = re.compile(r"^#SBATCH\s+(?:--nodes(?:=|\s+)|-N\s*)(\d{1,6})\s*(?:#.*)?$", re.MULTILINE)
+_NODES_OF_SLURM = ("SLURM_NNODES", "SLURM_JOB_NUM_NODES")  # sbatch(1), output environment variables
 _UNKNOWN = re.compile(r"[$`]")
 _NO_VALUES = ("\\", "&&", "|", "&", ">", "$@", "$*")
 _STARTED = (".py", ".sh", "torchrun", "python", "bash")
@@ -135,13 +137,16 @@ def shell_arguments(
     ... torchrun --nnodes 2 pretrain_gpt.py ${ARGS[@]} --lr -1e-4''', "")
     {'tensor_model_parallel_size': '8', 'bf16': True, 'lr': '-1e-4', 'nnodes': '2'}
     """
-    script = _Script(beside=beside)
+    script, nodes = _Script(beside=beside), _SLURM_NODES.search(text)
+    script.variables |= dict.fromkeys(_NODES_OF_SLURM, nodes[1]) if nodes else {}
     _run(script, list(_statements(text)))
     options: dict[str, str | bool | list[str]] = {}
     stated = any(_SIZES.search(script.expanded(command)) for command in script.commands)
     unused = [] if stated else [value for value in script.variables.values() if "--" in value]
     for command in (*unused, *script.commands):
         options |= _options(_split(script.expanded(_QUOTED_LIST.sub(r"\1", command)), where))
+    if nodes and options and not {"nnodes", "num_nodes"} & options.keys():
+        options["nnodes"] = nodes[1]
     return options | ({"conditions": script.undecided} if script.undecided else {})
 
 
@@ -272,11 +277,14 @@ def _split(text: str, where: str) -> list[str]:
 
 
 def _options(items: Sequence[str]) -> Mapping[str, str | bool | list[str]]:
-    """Return the options of a command line, by name; a quoted word may hold an option with its value.
+    """Return the options of a command line, by name; a quoted word may hold an option with its value, or a whole line.
 
     An option before the script that a launcher starts has only its first value.
     """
-    parts = [part for item in items for part in (_words(item) if item.lstrip().startswith("--") else [item])]
+    parts = list[str]()
+    for item in items:
+        is_line = item.lstrip().startswith("--") or parts[-1:] == ["-c"]
+        parts += _words(item) if is_line else [item]
     options: dict[str, str | bool | list[str]] = {}
     name = ""
     for part in parts:
@@ -304,4 +312,4 @@ def _words(item: str) -> list[str]:
 
 def _trailing_script(value: str | bool | list[str]) -> bool:
     """Say whether the name of the program that a launcher starts follows a value: ``--nnodes 2 pretrain_gpt.py``."""
-    return isinstance(value, list) and len(value) > 1 and value[1].endswith(_STARTED)
+    return isinstance(value, list) and len(value) > 1 and (value[1].endswith(_STARTED) or value[1] == "sh")
