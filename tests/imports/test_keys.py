@@ -121,7 +121,17 @@ UNREAD = [
     (TITAN, {"parallelism": {"pipeline_parallel_schedule": "LoopedBFS"}}, "pipeline_parallel_schedule: LoopedBFS"),
     (TITAN, {"activation_checkpoint": {"mode": "memory_budget"}}, "activation_checkpoint: memory_budget"),
     (ACCELERATE, {"mixed_precision": "int8"}, "mixed_precision: int8"),
+    (MEGATRON, {"optimizer": "sgd"}, "optimizer = sgd, priced as AdamW"),
+    (TITAN, {"optimizer": {"name": "Muon"}}, "optimizer.name = Muon, priced as AdamW"),
+    (DEEPSPEED, {"optimizer": {"type": "OneBitAdam"}}, "optimizer.type = OneBitAdam, priced as AdamW"),
+    (NXDT, {"model": {"optim": {"name": "adafactor"}}}, "optim.name = adafactor, priced as AdamW"),
 ]
+
+ADAM = [
+    (MEGATRON, {"optimizer": "adam"}), (MEGATRON, {"model": {"optim": {"name": "distributed_fused_adam"}}}),
+    (TITAN, {"optimizer": {"name": "AdamW"}}), (DEEPSPEED, {"optimizer": {"type": "AdamW"}}),
+    (NXDT, {"model": {"optim": {"name": "adamw_fp32OptimParams"}}}),
+]  # fmt: skip
 
 
 def run_of(folder: Path, *parts: dict[str, Any]):
@@ -143,6 +153,11 @@ def test_values_that_are_not_known_are_named(
     tmp_path: Path, base: dict[str, Any], keys: dict[str, Any], says: str
 ) -> None:
     assert says in run_of(tmp_path, base, keys).unread
+
+
+@pytest.mark.parametrize(("base", "keys"), ADAM, ids=str)
+def test_adam_is_what_is_priced(tmp_path: Path, base: dict[str, Any], keys: dict[str, Any]) -> None:
+    assert not [said for said in run_of(tmp_path, base, keys).unread if "optim" in said]
 
 
 LLAMA = {

@@ -5,7 +5,7 @@ The model, the length of its sequences and the stages of a pipeline stand in the
 
 from typing import Any
 
-from autoshard.imports.programs.shared import FULL, NONE, accumulated, accumulation, recompute_of
+from autoshard.imports.programs.shared import FULL, NONE, accumulated, accumulation, optimizer, recompute_of
 from autoshard.imports.table import Facts, KeyEntry, Keys, Limits, OtherProgram, read_only, truth, whole_number
 
 _AUTO = "auto"
@@ -93,6 +93,7 @@ DEEPSPEED = OtherProgram(
             "layout.recompute": FULL,
             "remarks": ["activation_checkpointing says how; that your script does it for all layers is assumed"],
         }, writes=_written_recompute),
+        optimizer("optimizer.type"),
         read_only("pipeline.stages", reads=lambda keys: {} if keys["pipeline.stages"] == _AUTO
                   else {"layout.pp": whole_number(keys["pipeline.stages"])}),
     ),

@@ -29,6 +29,7 @@ from autoshard.imports.programs.shared import (
     MESH,
     NONE,
     SIZES,
+    optimizer,
     part,
     precision_flags,
     recompute_of,
@@ -330,6 +331,8 @@ MEGATRON = OtherProgram(
             "layout.last_less": int(truth(keys["account_for_loss_in_pipeline_split"]))
         }),
         FOREIGN,
+        optimizer("optimizer"),
+        optimizer("optim.name"),
         read_only(*_STATES, reads=_states),
         read_only(*_ADAPTERS, reads=lambda keys: {"remarks": [ADAPTERS]} if any(keys.values()) else {}),
         read_only("/model.args", "/model.config.args", "/args", reads=name),

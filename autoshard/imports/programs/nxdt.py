@@ -15,6 +15,7 @@ from autoshard.imports.programs.shared import (
     NONE,
     SIZES,
     module_names,
+    optimizer,
     recompute_of,
     selective,
 )
@@ -224,6 +225,7 @@ NXDT = OtherProgram(
         KeyEntry(
             keys=("precision.type", "master_weights", "fp32_grad_acc"), reads=_precision, writes=_written_precision
         ),
+        optimizer("optim.name"),
         read_only("peft.lora_rank", reads=lambda keys: {"remarks": [ADAPTERS]}),
         KeyEntry(
             keys=("qkv_linear",),

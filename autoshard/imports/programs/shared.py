@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from autoshard.imports.table import Facts, KeyEntry, Keys, alias, number, same, whole_number, words
+from autoshard.imports.table import Facts, KeyEntry, Keys, alias, number, read_only, same, whole_number, words
 from autoshard.plan.recompute import Recompute
 
 MESH = (
@@ -20,6 +20,8 @@ SIZES = (
     same("max_position_embeddings", "model.max_position_embeddings"),
 )
 ADAPTERS = "trains adapters; priced as training of all weights, which takes more time and memory"
+# Names of the optimizer that is priced, without what people write differently; others have more or fewer states.
+_ADAM = ("adam", "adamw", "fusedadam", "distributedfusedadam", "adamwfp32optimparams", "torchadam", "cpuadam", "auto")
 FULL, NONE = (Recompute(kind="full"),), (Recompute(),)
 
 
@@ -66,3 +68,18 @@ def precision_flags(facts: Facts) -> Mapping[str, Any]:
 def module_names(value: object) -> tuple[str, ...]:
     """Read the names of modules without their paths."""
     return tuple(name.rpartition(".")[2] for name in words(value))
+
+
+def optimizer(key: str) -> KeyEntry:
+    """Return the entry of the name of an optimizer, of which all but Adam are named as not read.
+
+    >>> entry = optimizer("optim.name")
+    >>> entry.reads({"optim.name": "adamw_fp32OptimParams"}), entry.reads({"optim.name": "sgd"})
+    ({'unread': []}, {'unread': ['optim.name = sgd, priced as AdamW']})
+    """
+
+    def unread(keys: Keys) -> Facts:
+        word = "".join(letter for letter in str(keys[key] or "adam").lower() if letter.isalnum())
+        return {"unread": [] if word in _ADAM else [f"{key} = {keys[key]}, priced as AdamW"]}
+
+    return read_only(key, reads=unread)

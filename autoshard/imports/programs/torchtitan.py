@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 from autoshard.errors import InputError
-from autoshard.imports.programs.shared import FULL, NONE, recompute_of, selective
+from autoshard.imports.programs.shared import FULL, NONE, optimizer, recompute_of, selective
 from autoshard.imports.table import (
     Facts,
     KeyEntry,
@@ -248,6 +248,7 @@ TORCHTITAN = OtherProgram(
               writes=_written_compiled),
         KeyEntry(keys=("converters", "model_spec.converters", "enable_float8_linear", "training.dtype",
                     "mixed_precision_param"), reads=_precision, writes=_written_precision),
+        optimizer("optimizer.name"),
         read_only("model_spec.args", "model.name", "model.flavor", "hf_assets_path", reads=_model),
     ),
     harmless=(
