@@ -103,6 +103,8 @@ def test_the_recipes_of_aws_give_the_recorded_layouts(tmp_path: Path, recipe: Aw
         ("count.yaml", "zero1: true\ntensor_model_parallel_size: many\n", "expected a whole number, found 'many'"),
         ("flag.yaml", "zero1: perhaps\n", "expected true or false, found 'perhaps'"),
         ("layout.sh", "x --num-layers 4 --pipeline-model-parallel-layout 'EtxL'\n", "is not a layout such as"),
+        ("mtp.sh", "x --num-layers 4 --pipeline-model-parallel-layout 'Ett|tt|m|L'\n",
+         "mtp.sh: pipeline_model_parallel_layout: stage 3 has no layer"),
         ("model.json", '{"train_batch_size": 8}', "--model: missing: the file names none"),
         ("hybrid.sh", "x --num-layers 4 --hybrid-layer-pattern M*4\n", "does not model hybrid_layer_pattern"),
         ("sizes.yaml", "zero1: true\nnum_layers: 32\nhidden_size: 4096\n", "--model: missing: the sizes in the file"),

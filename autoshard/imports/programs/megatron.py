@@ -95,6 +95,8 @@ def _layout(keys: Keys) -> Facts:
         stages = tuple(words(row).count("decoder") for row in rows)
     else:
         stages = stages_of_layout(str(value))
+    if 0 in stages[1:-1]:
+        raise InputError.of("", f"stage {stages.index(0, 1) + 1} has no layer; here only the first and the last may")
     return {"layout.stages": stages, "layout.num_stages": len(stages)}
 
 
