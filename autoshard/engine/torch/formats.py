@@ -13,6 +13,7 @@ from autoshard.spec.workload import Dtype
 
 NOWHERE = torch.device("meta")  # where tensors have shapes and no memory
 _HOST = torch.device(HOST)
+_ROW = 1024  # numbers of which one sum is made
 _TYPES = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
@@ -76,3 +77,15 @@ def memory_of(tensor: torch.Tensor) -> StorageWeakRef:
 def wide(tensor: torch.Tensor) -> torch.Tensor:
     """Return the same numbers in the format in which statistics are computed: at least FP32."""
     return tensor if tensor.dtype in (torch.float32, torch.float64) else tensor.float()
+
+
+def sum_of_squares(numbers: torch.Tensor) -> torch.Tensor:
+    """Return the sum of squares, in the format of statistics, from sums of rows.
+
+    torch's own norms and products on a processor add one number after the other in FP32: of 100 million numbers 0.7 to
+    2 % of the sum are lost.
+    """
+    flat = wide(numbers).reshape(-1)
+    num_whole = len(flat) // _ROW * _ROW
+    rows = torch.linalg.vector_norm(flat[:num_whole].view(-1, _ROW), dim=1)
+    return torch.cat([rows, torch.linalg.vector_norm(flat[num_whole:], dim=0, keepdim=True)]).square().sum()

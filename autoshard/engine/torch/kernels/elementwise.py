@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional
 from torch.optim.adamw import adamw
 
-from autoshard.engine.torch.formats import wide
+from autoshard.engine.torch.formats import sum_of_squares, wide
 from autoshard.engine.torch.kernels.kernel import Kernel, KernelContext, laid_out, register_kernels, shape_of
 from autoshard.graph.kinds.attention import Join, JoinGradient, Rotary
 from autoshard.graph.kinds.norm import (
@@ -251,11 +251,6 @@ def _join_gradient(kind: JoinGradient, call: Call, context: KernelContext) -> Ke
     return lambda upstream: (upstream[..., :width].sum(axes), upstream[..., width:])
 
 
-def _square_sum(gradient: torch.Tensor) -> tuple[torch.Tensor]:
-    flat = wide(gradient).reshape(-1)
-    return (torch.dot(flat, flat),)
-
-
 def _clipped(gradient: torch.Tensor, clip: float) -> torch.Tensor:
     """Scale a gradient down in place: a second tensor would cost more than the product."""
     return gradient.mul_(clip) if clip < 1.0 else gradient
@@ -294,6 +289,6 @@ register_kernels({
     Softmax: _softmax, SoftmaxGradient: _softmax_gradient, Rotary: _rotary, AdamW: _adamw,
     Join: _join, JoinGradient: _join_gradient, ClampedGlu: _clamped_glu, ClampedGluGradient: _clamped_glu_gradient,
     Accumulate: lambda kind, call, context: lambda total, gradient: (total.add_(gradient),),
-    SquareSum: lambda kind, call, context: _square_sum,
+    SquareSum: lambda kind, call, context: lambda gradient: (sum_of_squares(gradient),),
     Sgd: lambda kind, call, context: _sgd,
 })  # fmt: skip

@@ -12,7 +12,7 @@ from itertools import accumulate, chain, groupby
 
 import torch
 
-from autoshard.engine.torch.formats import Formats, own, wide
+from autoshard.engine.torch.formats import Formats, own, sum_of_squares, wide
 from autoshard.engine.torch.kernels import Kernel, KernelContext, kernel_of
 from autoshard.engine.torch.states.rounding import chunks, round_into
 from autoshard.engine.torch.states.weight import Tied, Weight
@@ -144,8 +144,7 @@ class Flat:
 
     def square(self, piece: torch.Tensor) -> torch.Tensor:
         """Return the squared norm of this rank's piece, on its device."""
-        flat = wide(piece)
-        return torch.dot(flat, flat)
+        return sum_of_squares(piece)
 
     def share(self, square: float) -> float:
         """Return the share that this rank adds to the squared norm of all ranks: replicas count once."""
@@ -158,10 +157,8 @@ class Flat:
 
     def squares(self, piece: torch.Tensor) -> Iterator[tuple[Weight, torch.Tensor]]:
         """Yield what this rank adds to the squared norm of each weight, of which it has a range in a piece."""
-        flat = wide(piece)
         for weight, (low, high), first in self.ranges(len(piece)) if self.counts else ():
-            part = flat[first : first + high - low]
-            yield weight, torch.dot(part, part) / self.num_replicas
+            yield weight, sum_of_squares(piece[first : first + high - low]) / self.num_replicas
 
     def update(self, piece: torch.Tensor, scalars: Mapping[str, float]) -> None:
         """Take a step with this rank's piece of the gradient, and gather the new values."""
