@@ -55,6 +55,11 @@ class TextSource:
     parts: tuple[FilePart, ...]
     revision: str | None = None
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all files."""
+        return sum(size for _, size, _ in self.files)
+
     def pieces(self) -> list[tuple[FilePart, ...]]:
         """Gather parts to pieces of work of about one size, in order."""
         most, pieces = piece_bytes(self.files), list[tuple[FilePart, ...]]()

@@ -61,6 +61,7 @@ class TokenizerRecord:
     vocab: int  # ids go from 0 to one less
     eos: int | None  # what closes a document; conversations close as their template says
     sha256: str | None = None  # of tokenizer.json
+    bos: int | None = None  # what opens a document
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +78,9 @@ class Manifest:
     num_documents: int
     num_empty: int  # documents without text, which are left out
     num_answers: int | None = None  # tokens of answers; None of text, and of sets of older releases
+    source_bytes: int | None = None  # of its files; as the two that follow, None of sets of older releases
+    field: str | None = None  # of a record
+    template: str | None = None  # of chats, its checksum
     files: tuple[FileRecord, ...]
 
     def __post_init__(self) -> None:

@@ -211,19 +211,18 @@ class LibraryTokenizer:
 
     library: Any
     record: TokenizerRecord  # what the manifest says of it
-    bos: int | None
     template: str | None  # of chats
     special: Mapping[str, str]  # tokens that templates name: bos_token, eos_token
 
     def documents(self, texts: Sequence[str]) -> list[Tokens]:
         """Return the tokens of documents: text alone between the tokens that open and close it."""
-        opened, closed = ([] if token is None else [token] for token in (self.bos, self.record.eos))
+        opened, closed = ([] if token is None else [token] for token in (self.record.bos, self.record.eos))
         encodings = self.library.encode_batch_fast(_whole(texts), add_special_tokens=False)
         return [[*opened, *encoding.ids, *closed] for encoding in encodings]
 
     def opened(self, text: str) -> list[int]:
         """Return the tokens of a text that goes on, behind what opens a document."""
-        opened = [] if self.bos is None else [self.bos]
+        opened = [] if self.record.bos is None else [self.record.bos]
         return [*opened, *self.library.encode(*_whole([text]), add_special_tokens=False).ids]
 
     def text(self, tokens: Sequence[int]) -> str:
@@ -279,10 +278,9 @@ def open_tokenizer(spec: TokenizerSpec) -> Tokenizer:
 
     vocab = max(library.get_vocab(with_added_tokens=True).values()) + 1
     eos, bos = number(spec.eos or special.get("eos_token"), "--eos"), number(spec.bos, "--bos")
-    record = TokenizerRecord(name=spec.name, vocab=vocab, eos=eos, sha256=sha256(path))
-    return LibraryTokenizer(
-        library=library, record=record, bos=bos, template=user_template or folder_template, special=special
-    )
+    record = TokenizerRecord(name=spec.name, vocab=vocab, eos=eos, bos=bos, sha256=sha256(path))
+    chat_template = user_template or folder_template
+    return LibraryTokenizer(library=library, record=record, template=chat_template, special=special)
 
 
 def _whole(texts: Sequence[str]) -> list[str]:

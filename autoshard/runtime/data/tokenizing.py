@@ -5,6 +5,7 @@ the same for any number of processes and however often the work was interrupted.
 """
 
 import functools
+import hashlib
 import multiprocessing
 import os
 import signal
@@ -34,7 +35,14 @@ from autoshard.runtime.data.opened import (
     read_manifest,
     write_record,
 )
-from autoshard.runtime.data.tokenizers import ChatTemplate, Marked, TokenizerSpec, messages_of, open_tokenizer
+from autoshard.runtime.data.tokenizers import (
+    ChatTemplate,
+    Marked,
+    Tokenizer,
+    TokenizerSpec,
+    messages_of,
+    open_tokenizer,
+)
 from autoshard.runtime.futures import as_they_end
 from autoshard.spec import record
 from autoshard.spec.files import read_data
@@ -92,7 +100,7 @@ def tokenize(work: Work, out: Path, num_workers: int, say: Callable[[TokenizingP
     missing = f"{work.tokenizer.name} has no chat template. Give one in a file of Jinja"
     require((not unwritten, "--chat-template", missing))
     if (out / NAME).exists():
-        return _finished(work, tokenizer.record, out)
+        return _finished(work, tokenizer, out)
     out.mkdir(parents=True, exist_ok=True)
     options: dict[str, Any] = {"tokenizer": work.tokenizer, "kind": work.kind, "field": work.field}
     pieces = [
@@ -127,6 +135,9 @@ def tokenize(work: Work, out: Path, num_workers: int, say: Callable[[TokenizingP
             num_documents=sum(piece_record.num_documents for piece_record in records),
             num_empty=sum(piece_record.num_empty for piece_record in records),
             num_answers=_num_answers(work.kind, records),
+            source_bytes=work.source.num_bytes,
+            field=work.field,
+            template=_template(work, tokenizer),
             files=tuple(file for piece_record in records for file in piece_record.files),
         )
         write_record(manifest, out / NAME)
@@ -146,11 +157,28 @@ def _clear(out: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def _finished(work: Work, tokenizer: TokenizerRecord, out: Path) -> Manifest:
+def _template(work: Work, tokenizer: Tokenizer) -> str | None:
+    is_chat = work.kind == "chat"
+    return hashlib.sha256((tokenizer.template or "").encode()).hexdigest() if is_chat else None
+
+
+def _finished(work: Work, tokenizer: Tokenizer, out: Path) -> Manifest:
+    """Return the manifest of a folder that is finished; refuse that of other work, as far as it says what it is of."""
     manifest = read_manifest(out / NAME)
-    same = (manifest.source, manifest.kind, manifest.tokenizer) == (work.source.text, work.kind, tokenizer)
-    same = same and work.source.revision in (None, manifest.revision)  # without a network there is none
-    require((same, str(out), "holds another set. Give another --out, or remove the folder"))
+    read, by = manifest.tokenizer, tokenizer.record
+    differs = {
+        "source": manifest.source != work.source.text,
+        "kind": manifest.kind != work.kind,
+        "tokenizer": (read.sha256 or read.name, read.vocab) != (by.sha256 or by.name, by.vocab),
+        "eos": read.eos != by.eos,
+        "bos": read.bos != by.bos,
+        "revision": work.source.revision not in (None, manifest.revision),  # without a network there is none
+        "field": manifest.field not in (None, work.field),
+        "chat template": manifest.template not in (None, _template(work, tokenizer)),
+        "size of the source": not manifest.revision and manifest.source_bytes not in (None, work.source.num_bytes),
+    }
+    others = ", ".join(name for name, is_other in differs.items() if is_other)
+    require((not others, str(out), f"holds another set ({others}). Give another --out, or remove the folder"))
     if faults := list(missing_or_resized(out, manifest.files)):
         raise InputError(faults)
     _clear(out)

@@ -190,9 +190,28 @@ def test_a_finished_folder_is_left_alone_and_other_work_in_it_refused(tmp_path: 
     before = contents(tokenized(source, out))
     assert contents(tokenized(source, out)) == before
     other = write_jsonl(tmp_path / "b.jsonl")
-    assert "holds another set. Give another --out" in say(other, "--tokenizer", "bytes", "--out", out, capsys=capsys)
+    assert "holds another set (source). Give another --out" in say(
+        other, "--tokenizer", "bytes", "--out", out, capsys=capsys
+    )
+    asked = (source, "--tokenizer", "bytes", "--out", out)
+    assert "holds another set (kind, field)" in say(*asked, "--chat", capsys=capsys)
+    assert "holds another set (field)" in say(*asked, "--field", "body", capsys=capsys)
     os.truncate(out / "part-00000.bin", 3)
     assert "part-00000.bin: is truncated" in say(source, "--tokenizer", "bytes", "--out", out, capsys=capsys)
+    source.write_text('{"text": "more"}')
+    assert "holds another set (size of the source)" in say(*asked, capsys=capsys)
+
+
+def test_a_finished_folder_of_other_tokens_is_refused(tmp_path: Path, capsys) -> None:
+    tokenizer, source = write_tokenizer(tmp_path / "tokenizer"), write_jsonl(tmp_path / "a.jsonl")
+    out = tokenized(source, tmp_path / "out", tokenizer=str(tokenizer))
+    asked = (source, "--tokenizer", tokenizer, "--out", out)
+    said = say(*asked, "--bos", "<s>", "--eos", "<s>", capsys=capsys)
+    assert "holds another set (eos, bos). Give another --out" in said
+    talks = write_jsonl(tmp_path / "chat.jsonl", TALKS, field="messages")
+    chats = (talks, "--tokenizer", "bytes", "--out", tokenized(talks, tmp_path / "chats", "--chat"), "--chat")
+    (tmp_path / "lines").write_text("{% for message in messages %}{{ message.content }}\n{% endfor %}")
+    assert "(chat template)" in say(*chats, "--chat-template", tmp_path / "lines", capsys=capsys)
 
 
 @pytest.mark.usefixtures("small_pieces")
