@@ -51,7 +51,7 @@ def help_of(name: str, command: Callable[..., int], everyday: Sequence[str] = ()
 def _about(option: Option, about: Mapping[str, str]) -> str:
     text, default = about.get(option.name, ""), option.default
     shown = ", ".join(map(str, default)) if isinstance(default, tuple) else default
-    shown = f"{default:g}" if isinstance(default, float) else shown
+    shown = f"{default:g}" if isinstance(default, float) else str(default).lower() if default is True else shown
     stated = default not in (None, "", (), REQUIRED) and default is not False and not option.repeats
     stated = stated and "Default:" not in text
     return f"{text} Default: {shown}." if stated else text

@@ -37,7 +37,7 @@ class Option:
     @property
     def may_have_word(self) -> bool:
         """Say whether it is typed alone, or with one of its words behind it."""
-        return bool in get_args(self.kind)
+        return bool(self.words) and bool in (self.kind, *get_args(self.kind))
 
     @property
     def is_positional(self) -> bool:
@@ -101,9 +101,11 @@ def options_of(source: Any, before: str = "") -> Iterator[Option]:
         literals = (member for member in (kind, *get_args(kind)) if get_origin(member) is Literal)
         repeats = get_origin(kind) is Mapping
         flag = f"--{before}{name.removesuffix('s') if repeats else name}".replace("_", "-")
+        words = tuple(word for literal in literals for word in get_args(literal))
+        if kind is bool and is_group(source):  # a file or the start before may have said the opposite
+            words = "true", "false"
         yield Option(
-            name=before + name, kind=kind, default=default, repeats=repeats, flag=flag,
-            words=tuple(word for literal in literals for word in get_args(literal)),
+            name=before + name, kind=kind, default=default, repeats=repeats, flag=flag, words=words,
             label=name.upper() if name in _POSITIONAL and default is not None else flag,
         )  # fmt: skip
 

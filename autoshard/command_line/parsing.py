@@ -42,7 +42,7 @@ def dest_of(option: Option) -> str:
 
 def add_option(parser: "argparse._ActionsContainer", option: Option, text: str) -> None:
     """Add an option to a parser, or to a group of its help."""
-    if option.kind is bool:
+    if option.kind is bool and not option.may_have_word:
         short = ("-v",) if option.name == "verbose" else ()
         parser.add_argument(*short, option.flag, dest=dest_of(option), action="store_true", help=text)
     elif option.may_have_word:

@@ -97,7 +97,8 @@ def _split(name: str, options: Mapping[str, Option], arguments: Sequence[str]) -
 
 def _typed_twice(options: Mapping[str, Option], arguments: Sequence[str]) -> Iterator[Fault]:
     """Yield the options with a value that a line has twice, of which the parser would keep the last."""
-    single = {option.flag: option for option in options.values() if option.kind is not bool and not option.repeats}
+    valued = (option for option in options.values() if option.kind is not bool or option.may_have_word)
+    single = {option.flag: option for option in valued if not option.repeats}
     flags = [argument.partition("=")[0] for argument in arguments]
     for flag in (*single, *(["--config"] if names_options(options) else [])):
         if flags.count(flag) > 1:

@@ -76,3 +76,29 @@ def test_numbers_are_read_as_people_write_them(words: str, option: str, value: o
     question = read_options("plan", command_of("plan"), shlex.split(words))["question"]
     assert getattr(question, option) == value
     assert question.model == "tiny-llama"
+
+
+@pytest.mark.parametrize(
+    ("words", "option", "value"),
+    [
+        ("--eval.keep-best false", "eval.keep_best", False),
+        ("--eval.keep-best=false", "eval.keep_best", False),
+        ("--eval.keep-best", "eval.keep_best", True),
+        ("--deterministic true", "deterministic", True),
+        ("--deterministic false", "deterministic", False),
+        ("--watchdog.off --track.tensorboard false", "watchdog.off", True),
+    ],
+)
+def test_what_a_recipe_or_the_start_before_says_can_be_said_otherwise(words: str, option: str, value: bool) -> None:
+    """A default of true, and what a folder keeps of its last start, could not be turned off on a line."""
+    for line in ([*words.split(), "tiny-text"], ["tiny-text", *words.split()]):
+        assert read_options("run", command_of("run"), line)["training"].values[option] is value
+
+
+def test_a_switch_takes_no_other_word_and_is_typed_once() -> None:
+    for line, said in (
+        ("tiny-text --deterministic=maybe", "expected true or false, found 'maybe'"),
+        ("tiny-text --deterministic true --deterministic false", "is typed 2 times. Keep one"),
+    ):
+        with pytest.raises(InputError, match=said):
+            read_options("run", command_of("run"), line.split())
