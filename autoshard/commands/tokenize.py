@@ -93,7 +93,9 @@ def named_tokenizer(text: str, eos: str | None, bos: str | None, template: Path 
         return TokenizerSpec(name=text, template=template)
     path = Path(text)
     folder = path.parent if path.name == "tokenizer.json" else path
+    name = text
     if folder.is_dir():
+        name = str(folder.resolve())  # who asks for it later may be in another folder
         missing = "there is no such file" if path.name == "tokenizer.json" else "has no tokenizer.json"
         require(((folder / "tokenizer.json").is_file(), text, f"{missing}. {CONVERT}"))
     elif is_hub_id(text):
@@ -101,4 +103,4 @@ def named_tokenizer(text: str, eos: str | None, bos: str | None, template: Path 
     else:
         message = f"there is no {text}. Type bytes, a folder with a tokenizer.json, or a hub's name"
         raise InputError.of("--tokenizer", message)
-    return TokenizerSpec(name=text, folder=folder.resolve(), eos=eos, bos=bos, template=template)
+    return TokenizerSpec(name=name, folder=folder.resolve(), eos=eos, bos=bos, template=template)

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -14,15 +15,19 @@ from autoshard.cli import main
 from autoshard.commands.running.generate import plan_of_text
 from autoshard.engine.torch.formats import Formats
 from autoshard.plan.codec import load
-from autoshard.run.folder import folder_of
+from autoshard.run.folder import TRAINING, folder_of
 from autoshard.runtime import machine
 from autoshard.runtime.convert.converting import open_weights
+from autoshard.runtime.data.opened import NAME, FileRecord, Manifest, TokenizerRecord, write_record
+from autoshard.runtime.data.tokenizers import TokenizerSpec, open_tokenizer
 from autoshard.runtime.generating import SpeakingModel, chooser, continued
 from autoshard.spec.model_catalogue import load_model, read_config
+from autoshard.spec.training import DataSpec, Training
 from tests.kit import SMALL_FAMILIES
 from tests.ranks.spawn import on_ranks
 from tests.runtime.cases import environment, write_tiny
 from tests.runtime.convert.test_opening import module_of
+from tests.runtime.data.small_tokenizer import write_tokenizer
 from tests.slower import rest_is_slow
 
 PROMPT, NUM_TOKENS = (3, 1, 4, 1), 5
@@ -121,6 +126,10 @@ def test_a_run_says_what_it_has_learned(run_folder: Path, capsys: pytest.Capture
     drawn = (*asked, "--temperature", "1.5", "--seed", "3")
     assert said(capsys, *drawn) == said(capsys, *drawn) == said(capsys, *drawn, "--ranks", "2")
     assert "there is no checkpoint" in said(capsys, *asked, "--step", "5", code=2)
+    kept = ("--out", "runs/kept", "--eval.keep-best", "false", "--steps", "8")
+    assert main(["run", "letters.yaml", "--fix", "mbs=4,zero=3", *kept]) == 0
+    unkept = said(capsys, "runs/kept", "--prompt", "a", "--step", "best", code=2)
+    assert "eval.keep_best was false in this run. Type the number of a step, or type --step newest" in unkept
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     words = ["-m", "autoshard.cli", "generate", *asked]
     run = subprocess.run([*torchrun, *words], check=True, env=environment(), stdout=subprocess.PIPE, text=True)
@@ -131,6 +140,42 @@ def test_a_run_says_what_it_has_learned(run_folder: Path, capsys: pytest.Capture
         line.unlink()
     assert "says which tokenizer made its tokens. Type bytes" in said(capsys, *asked, code=2)
     assert said(capsys, *asked, "--tokenizer", "bytes") == "ababababab\n"
+
+
+def read_by(folder: Path, tokenizer: TokenizerRecord) -> None:
+    """Let a checkpoint say that its run has read a set of this tokenizer."""
+    data_set = folder.parent / "set"
+    data_set.mkdir()
+    file = FileRecord(name="part-00000.bin", bytes=0, sha256="")
+    manifest = Manifest(
+        schema=1, source="x", revision=None, kind="text", tokenizer=tokenizer, dtype="uint16", files=(file,),
+        num_tokens=1, num_documents=1, num_empty=0,
+    )  # fmt: skip
+    write_record(manifest, data_set / NAME)
+    write_record(Training(data=DataSpec(sets={str(data_set): 1.0})), folder / TRAINING)
+
+
+def test_a_run_opens_and_closes_documents_as_those_that_it_has_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The set was made with a token that opens documents, and closed them by another one than the tokenizer's own."""
+    folder, words = tmp_path / "hf", write_tokenizer(tmp_path / "words")
+    module_of("llama", vocab_size=300).save_pretrained(folder)
+    assert main(["convert", str(folder), str(tmp_path / "run"), "--to", "autoshard", "--tokenizer", str(words)]) == 0
+    asked = (str(tmp_path / "run"), "--prompt", "the", "--json")
+    assert json.loads(said(capsys, *asked))["tokens"], "configuration and tokenizer lie beside the checkpoint"
+    tokenizer = open_tokenizer(TokenizerSpec(name=str(words), folder=words, bos="<s>"))
+    opened = tokenizer.opened("the")
+    assert opened[0] == 1
+    likeliest = [*continued(model_of(folder, 100 + len(opened)), opened, 5, chooser(0.0, None, 0), stop=None)]
+    end = next(token for token in likeliest[1:] if token != likeliest[0])
+    read_by(tmp_path / "run" / folder_of(0), replace(tokenizer.record, eos=end))
+    monkeypatch.chdir(words)  # the folder has a name that leads there from everywhere
+    assert json.loads(said(capsys, *asked))["tokens"] == likeliest[: likeliest.index(end) + 1]
+    words.joinpath("tokenizer.json").write_text(words.joinpath("tokenizer.json").read_text() + " ")
+    assert "is not the one that made the tokens of this run" in said(capsys, *asked, code=2)
+    assert main(["convert", asked[0], str(tmp_path / "exported")]) == 2
+    assert "is not the one that made the tokens of this run" in capsys.readouterr().err
 
 
 def test_what_cannot_go_on_is_refused(

@@ -27,9 +27,10 @@ from autoshard.units import format_bytes
 
 if TYPE_CHECKING:
     from autoshard.runtime.convert.stored import WeightSource
+    from autoshard.runtime.data.opened import TokenizerRecord
     from autoshard.runtime.data.tokenizers import Tokenizer
 
-_FAMILY = "model_type"
+_CONFIG, _FAMILY = "config.json", "model_type"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +40,7 @@ class _Weights:
     folder: Path
     model: ModelSpec
     tokenizer: str | None
+    read: "TokenizerRecord | None" = None  # the tokenizer of the tokens that a run has read
 
 
 def generate(
@@ -177,23 +179,33 @@ def _weights_in(source: Path, step: str | int) -> _Weights:
     form = form_of(source)
     if form == "hf":
         require((step == "newest", "--step", f"is for runs, and {source} is a Hugging Face folder. Leave it out"))
-        named = str(source) if (source / "tokenizer.json").is_file() else None
-        return _Weights(folder=source, model=_untraced(load_model(source / "config.json")), tokenizer=named)
+        model = _untraced(load_model(source / _CONFIG))
+        return _Weights(folder=source, model=model, tokenizer=_tokenizer_in(source))
     checkpoint = checkpoint_of(source) if form == "autoshard" else None
     if checkpoint is None:
         raise InputError.of(str(source), f"holds weights of another form ({form}). Type first: autoshard convert")
     folder, index = checkpoint
     if step != "newest":
         of_best = index.state.best_step if step == "best" else step
-        unknown = "no evaluation has judged this run. Give its recipe eval.sets, or type --step newest"
         if of_best is None:
-            raise InputError.of("--step best", unknown)
+            unjudged = "no evaluation has judged this run. Give its recipe eval.sets"
+            why = "eval.keep_best was false in this run. Type the number of a step" if index.state.judged_by else ""
+            raise InputError.of("--step best", f"{why or unjudged}, or type --step newest")
         folder = _step_in(source, int(of_best))
-    plan, config = folder / PLAN, folder / "config.json"
-    model = load(plan).model if plan.is_file() else load_model(config) if config.is_file() else None
-    if model is None:
-        raise InputError.of(str(folder), "does not say which model it is: it has neither plan.json nor config.json")
-    return _Weights(folder=folder, model=_untraced(model), tokenizer=tokenizer_of(folder))
+    places = folder, folder.parent  # convert writes the configuration and the tokenizer beside checkpoints
+    models = [
+        *(load(place / PLAN).model for place in places if (place / PLAN).is_file()),
+        *(load_model(place / _CONFIG) for place in places if (place / _CONFIG).is_file()),
+    ]
+    if not models:
+        raise InputError.of(str(folder), f"does not say which model it is: neither {PLAN} nor {_CONFIG} is there")
+    read = tokenizer_of(folder)
+    named = read.name if read else next((name for name in map(_tokenizer_in, places) if name), None)
+    return _Weights(folder=folder, model=_untraced(models[0]), tokenizer=named, read=read)
+
+
+def _tokenizer_in(folder: Path) -> str | None:
+    return str(folder) if (folder / "tokenizer.json").is_file() else None
 
 
 def _step_in(source: Path, step: int) -> Path:
@@ -211,15 +223,20 @@ def _untraced(model: ModelSpec) -> ModelSpec:
 
 
 def _opened(weights: _Weights, stated: str | None, source: Path) -> "Tokenizer":
+    """Open the tokenizer, which opens and closes documents as those were that the run has read."""
     from autoshard.runtime.data.tokenizers import open_tokenizer
 
-    name = stated or weights.tokenizer
+    name, read = stated or weights.tokenizer, weights.read
     if name is None:
         message = (
             f"nothing in {source} says which tokenizer made its tokens. Type bytes, or a folder with a tokenizer.json"
         )
         raise InputError.of("--tokenizer", message)
-    return open_tokenizer(named_tokenizer(name, None, None, None))
+    words = open_tokenizer(named_tokenizer(name, None, None, None))
+    if read is None or (stated is not None and words.record.sha256 != read.sha256):
+        return words
+    read.refuse_other(words.record.sha256)
+    return replace(words, record=replace(words.record, eos=read.eos, bos=read.bos))
 
 
 def _foreign(words: "Tokenizer", model: ModelSpec) -> str:
@@ -239,7 +256,7 @@ def _refuse_large(weights: _Weights, num_shares: int) -> None:
 def _source_of(weights: _Weights) -> "WeightSource":
     from autoshard.runtime.convert.converting import form_of, open_weights
 
-    config = weights.folder / "config.json"
+    config = weights.folder / _CONFIG
     form = form_of(weights.folder)
     family: Any = read_config(config)[_FAMILY] if form == "hf" else None
     return open_weights(weights.folder, form, family and str(family), weights.model)

@@ -33,7 +33,7 @@ from autoshard.runtime.convert.of_code import SAFETENSORS, code_source, module_s
 from autoshard.runtime.convert.ours import checkpoint_of, finish_ours, naming_removed, ours_outputs, ours_source
 from autoshard.runtime.convert.squares import refuse_other_sums
 from autoshard.runtime.convert.stored import WeightSource
-from autoshard.runtime.data.opened import BYTES, tokenizer_of
+from autoshard.runtime.data.opened import BYTE_TOKENIZER, TokenizerRecord, sha256, tokenizer_of
 from autoshard.runtime.data.tokenizers import byte_tokenizer_files
 from autoshard.spec.hf_reader import PACKED
 from autoshard.spec.hf_writing import config_of
@@ -312,16 +312,17 @@ def _finish(conversion: Conversion, source_model: _SourceModel, outputs: list[Ta
     elif source_model.config:
         write_json(beside / CONFIG, source_model.config)
     if conversion.form == "hf" and (checkpoint := checkpoint_of(conversion.source)):
-        _write_tokenizer(tokenizer_of(checkpoint[0]), beside)
+        _write_tokenizer(tokenizer_of(checkpoint[0]), beside, stated=conversion.tokenizer is not None)
     for folder in (source_model.folder, conversion.tokenizer):
         if folder:
             copy_companions(folder, beside)
 
 
-def _write_tokenizer(name: str | None, folder: Path) -> None:
+def _write_tokenizer(tokenizer: TokenizerRecord | None, folder: Path, *, stated: bool) -> None:
     """Write the tokenizer of a run's data, if it is bytes or lies here; one of a hub is named to ``--tokenizer``."""
-    if name == BYTES:
+    if tokenizer == BYTE_TOKENIZER:
         for file, content in byte_tokenizer_files().items():
             write_json(folder / file, content)
-    elif name and Path(name).is_dir():
-        copy_companions(Path(name), folder)
+    elif tokenizer and not stated and (file := Path(tokenizer.name) / "tokenizer.json").is_file():
+        tokenizer.refuse_other(sha256(file))
+        copy_companions(file.parent, folder)

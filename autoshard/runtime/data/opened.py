@@ -57,11 +57,19 @@ class FileRecord:
 class TokenizerRecord:
     """The tokenizer that made the tokens."""
 
-    name: str
+    name: str  # a folder, or that of a hub
     vocab: int  # ids go from 0 to one less
     eos: int | None  # what closes a document; conversations close as their template says
     sha256: str | None = None  # of tokenizer.json
     bos: int | None = None  # what opens a document
+
+    def refuse_other(self, checksum: str | None) -> None:
+        """Refuse a tokenizer.json of another checksum under the same name."""
+        other = f"the tokenizer.json of {self.name} is not the one that made the tokens of this run. Name that one"
+        require((checksum == self.sha256, "--tokenizer", other))
+
+
+BYTE_TOKENIZER = TokenizerRecord(name=BYTES, vocab=BYTES_EOS + 1, eos=BYTES_EOS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,15 +102,15 @@ def read_manifest(path: Path) -> Manifest:
     return record.decode(Manifest, read_data(path), path)
 
 
-def tokenizer_of(folder: Path) -> str | None:
+def tokenizer_of(folder: Path) -> TokenizerRecord | None:
     """Return the tokenizer of the data that a run has read, as its checkpoint says; None of synthetic tokens."""
     if not (folder / TRAINING).is_file():
         return None
     for name in record.decode(Training, read_data(folder / TRAINING), folder / TRAINING).data.sets:
         if name.endswith(".txt"):
-            return BYTES
+            return BYTE_TOKENIZER
         if (Path(name) / NAME).is_file():
-            return read_manifest(Path(name) / NAME).tokenizer.name
+            return read_manifest(Path(name) / NAME).tokenizer
     return None
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from autoshard.errors import InputError, require
 from autoshard.graph.op import Array
 from autoshard.runtime.data.mixture import BYTES_EOS
-from autoshard.runtime.data.opened import BYTES, TokenizerRecord, sha256
+from autoshard.runtime.data.opened import BYTE_TOKENIZER, TokenizerRecord, sha256
 from autoshard.spec.files import parsed_json
 
 Message = Mapping[str, Any]
@@ -155,9 +155,7 @@ class ByteTokenizer:
 
     template: str | None = CHATML
     special: Mapping[str, str] = field(default_factory=dict[str, str])  # templates get no tokens to name
-    record: TokenizerRecord = field(
-        default_factory=lambda: TokenizerRecord(name=BYTES, vocab=BYTES_EOS + 1, eos=BYTES_EOS)
-    )
+    record: TokenizerRecord = BYTE_TOKENIZER
 
     def documents(self, texts: Sequence[str]) -> list[Tokens]:
         """Return the bytes of documents, each followed by the token that ends a document."""

@@ -111,14 +111,16 @@ def test_conversations_without_an_answer_train_nothing(tmp_path: Path, capsys) -
             open_source(spec, seq_len=80, vocab=512, seed=0, separate=True)
 
 
-def test_a_tokenizer_of_the_library_gives_the_tokens_of_its_own_batches(tmp_path: Path) -> None:
+def test_a_tokenizer_of_the_library_gives_the_tokens_of_its_own_batches(tmp_path: Path, monkeypatch) -> None:
     from tokenizers import Tokenizer
 
     folder, source = write_tokenizer(tmp_path / "tokenizer"), write_jsonl(tmp_path / "a.jsonl")
     batch = Tokenizer.from_file(str(folder / "tokenizer.json")).encode_batch([text for text in TEXTS if text])
-    for given in (folder, folder / "tokenizer.json"):
+    monkeypatch.chdir(tmp_path)
+    for given in (folder, Path("tokenizer", "tokenizer.json")):
         out = tokenized(source, tmp_path / f"out-{given.name}", tokenizer=str(given))
         assert tokens_of(out) == [token for one in batch for token in (*one.ids, 0)]
+        assert read_manifest(out / NAME).tokenizer.name == str(folder), "it leads there from every folder"
 
 
 @pytest.fixture
