@@ -3,10 +3,11 @@
 import socket
 import uuid
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from autoshard.errors import InputError
+from autoshard.errors import InputError, require
 from autoshard.plan.plan import Plan
 from autoshard.run.folder import folder_of
 from autoshard.run.placement import StatePiece
@@ -14,7 +15,7 @@ from autoshard.run.protocol import Engine, Run
 from autoshard.runtime.checkpoint.agreed import from_all_ranks, from_first_rank
 from autoshard.runtime.checkpoint.files import CheckpointIndex, RunState
 from autoshard.runtime.checkpoint.loading import LoadRates, load_checkpoint
-from autoshard.runtime.checkpoint.shelf import Shelf, newest, refuse_other
+from autoshard.runtime.checkpoint.shelf import Shelf, meant, refuse_other
 from autoshard.runtime.checkpoint.storage import Storage, StorageError
 from autoshard.runtime.convert.converting import is_foreign, read_weights
 from autoshard.runtime.restart import place_of
@@ -119,10 +120,15 @@ def _initialised(path: str, plan: Plan, engine: Engine, group: Any) -> str:
             raise InputError.of("init_weights", str(error)) from None
         return f"weights from {path}"
     storage = Storage.of(path, "init_weights")
-    index, remarks = from_first_rank(lambda: newest(storage), group)
+    try:
+        folder, index, remarks = from_first_rank(lambda: meant(storage), group)
+    except StorageError as error:
+        raise InputError.of("init_weights", f"cannot be read: {error}") from None
     if index is None:
         message = f"{path} holds neither a checkpoint of autoshard nor a config.json with safetensors or files of NxD"
         raise InputError.of("init_weights", "; ".join([message, *remarks]))
+    require((index.finite, "init_weights", f"{path} holds numbers that are not finite. Take the checkpoint before"))
+    storage = replace(storage, root=storage.path(folder).rpartition("/")[0])
     _refuse_other(index, pieces, storage)
     note = load_checkpoint(Shelf(storage=storage), index, pieces, group, LoadRates.of(plan))
     return f"weights from step {index.state.step} of {path}{f': {note}' if note else ''}"

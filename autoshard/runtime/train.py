@@ -260,7 +260,8 @@ class _Loop:
         if recorded := profile.write():
             self._say(f"step {number}: {recorded}")
         if not any(batch["token_weight"].any() for batch in prepared.batches):
-            self._say(f"step {number} counts no token: none of its samples has an answer, so only weights decay")
+            none = f"step {number} counts no token: none of its samples has an answer, so its loss of 0 says nothing"
+            self._say(f"{none}. Only decay, moments and losses of routers move weights")
         num_tokens = sum(batch["tokens"].size for batch in prepared.batches)
         self._state = replace(
             state, step=number, num_updates=state.num_updates + report.updated, next_sample=prepared.next_sample,

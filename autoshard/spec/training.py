@@ -261,7 +261,8 @@ class Training:
         data: The tokens to train on.
         eval: How the run is judged meanwhile, by other tokens.
         deterministic: Add numbers in one order on GPUs too, so that equal runs have equal bits. It costs time.
-        init_weights: Where weights come from: a checkpoint or a Hugging Face folder. Default: drawn at random.
+        init_weights: Where weights come from: a run, one of its checkpoints, or a Hugging Face folder. Default: drawn
+            at random.
         schedule: The learning rate over the steps.
         adamw: The constants of AdamW.
         checkpoint: When the state is saved, and where.

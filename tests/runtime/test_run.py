@@ -67,7 +67,7 @@ def test_a_step_without_an_answer_says_so_and_lines_to_type_are_quoted(capsys: p
     run = ["run", "plan.json", "--steps", "3", "--data.set", "sft=1", "--data.loss-on", "answers", "--out", "a b/c"]
     assert main(run) == 0
     said = capsys.readouterr().out
-    assert "counts no token: none of its samples has an answer" in said
+    assert "counts no token: none of its samples has an answer, so its loss of 0 says nothing" in said
     assert (
         "next: autoshard generate 'a b/c' --prompt" in said
         and "autoshard report 'a b/c/plan.json' --run 'a b/c'" in said

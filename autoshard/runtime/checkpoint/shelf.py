@@ -2,11 +2,11 @@
 
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby, islice
 
 from autoshard.errors import InputError
-from autoshard.run.folder import INDEX, PARTIAL, checkpoint_step, folder_of
+from autoshard.run.folder import CHECKPOINTS, INDEX, PARTIAL, checkpoint_step, folder_of
 from autoshard.runtime.checkpoint.files import CheckpointIndex, load_index
 from autoshard.runtime.checkpoint.storage import Storage, StorageError
 from autoshard.spec.training import Checkpointing
@@ -148,3 +148,21 @@ def newest(storage: Storage) -> tuple[CheckpointIndex | None, tuple[str, ...]]:
     except StorageError as error:
         raise InputError.of("checkpoint.to", f"cannot be read: {error}") from None
     return index, tuple(shelf.remarks)
+
+
+def meant(storage: Storage) -> tuple[str, CheckpointIndex | None, tuple[str, ...]]:
+    """Return the newest checkpoint of a place, or of the run that it holds, or the checkpoint that the place is.
+
+    Before it its folder in the place ("" for the place itself), behind it remarks on those that were passed over.
+    """
+    above, _, name = storage.root.rpartition("/")
+    step = checkpoint_step(name)
+    if step is not None and INDEX in storage.sizes(""):
+        return "", Shelf(storage=replace(storage, root=above)).open(step), ()
+    remarks = list[str]()
+    for folder in ("", f"{CHECKPOINTS}/"):
+        shelf = Shelf(storage=replace(storage, root=storage.path(folder).rstrip("/")))
+        if index := next(shelf.usable(), None):
+            return f"{folder}{folder_of(index.state.step)}", index, tuple(shelf.remarks)
+        remarks += shelf.remarks
+    return "", None, tuple(remarks)

@@ -12,7 +12,7 @@ from autoshard.engine.patches import whole
 from autoshard.engine.programs import programs_of
 from autoshard.errors import InputError, RunFailed
 from autoshard.plan.plan import Plan
-from autoshard.run.folder import CHECKPOINTS, INDEX, checkpoint_step, folder_of
+from autoshard.run.folder import CHECKPOINTS, INDEX
 from autoshard.run.placement import MeshRank, StatePart, StatePiece
 from autoshard.runtime.checkpoint.files import (
     DTYPES,
@@ -24,7 +24,7 @@ from autoshard.runtime.checkpoint.files import (
     cut_piece,
     dump_index,
 )
-from autoshard.runtime.checkpoint.shelf import Shelf, newest, refuse_other
+from autoshard.runtime.checkpoint.shelf import Shelf, meant, refuse_other
 from autoshard.runtime.checkpoint.storage import Storage, StorageError
 from autoshard.runtime.convert.copying import Entry, TargetFile, WrittenFile
 from autoshard.runtime.convert.stored import WeightSource, read_tensors, with_checksum
@@ -36,16 +36,12 @@ _WITHOUT_PLAN_BYTES = 2**32  # of a file
 
 def checkpoint_of(path: Path) -> tuple[Path, CheckpointIndex] | None:
     """Return the newest checkpoint of a folder, a run's among them, or the one that the folder is; None without any."""
-    step = checkpoint_step(path.name)
-    if step is not None and (path / INDEX).is_file():
-        return path, Shelf(storage=Storage.of(str(path.parent))).open(step)
-    for folder in (path, path / CHECKPOINTS):
-        index, remarks = newest(Storage.of(str(folder))) if folder.is_dir() else (None, ())
-        if index:
-            return folder / folder_of(index.state.step), index
-        if remarks:
-            raise InputError.of(str(folder), "; ".join(remarks))
-    return None
+    if not path.is_dir():
+        return None
+    folder, index, remarks = meant(Storage.of(str(path)))
+    if index is None and remarks:
+        raise InputError.of(str(path), "; ".join(remarks))
+    return (path / folder, index) if index else None
 
 
 @contextmanager

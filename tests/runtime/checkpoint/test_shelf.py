@@ -4,6 +4,7 @@ import itertools
 import json
 import zlib
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from autoshard.runtime.checkpoint.files import (
     dump_index,
     load_index,
 )
-from autoshard.runtime.checkpoint.shelf import Shelf
+from autoshard.runtime.checkpoint.shelf import Shelf, meant
 from autoshard.runtime.checkpoint.storage import Storage, StorageError, persistent
 from autoshard.spec.training import Checkpointing
 
@@ -73,6 +74,23 @@ def test_what_is_damaged_unfinished_or_not_finite_is_passed_over_with_a_remark(s
     ) as caught:
         shelf.make_ready(2, own_steps=(4, 6, 8, 10))
     assert caught.value.lasts and usable(shelf) == [4, 2], "it is not touched"
+
+
+def test_a_run_its_checkpoints_and_one_of_them_are_told_from_their_names(shelf: Shelf) -> None:
+    assert meant(shelf.storage) == ("", None, ())
+    for step in (2, 4):
+        put(Shelf(storage=replace(shelf.storage, root=shelf.storage.path("checkpoints"))), step)
+    for below, folder, step in (
+        ("", "checkpoints/step-00000004", 4),
+        ("/checkpoints", "step-00000004", 4),
+        ("/checkpoints/step-00000002", "", 2),
+    ):
+        place = replace(shelf.storage, root=f"{shelf.storage.root}{below}")
+        found, index, remarks = meant(place)
+        assert (found, index and index.state.step, remarks) == (folder, step, ())
+    place.remove("rank-00000.safetensors")
+    with pytest.raises(InputError, match=r"step-00000002: is damaged: rank-00000\.safetensors is missing"):
+        meant(place)
 
 
 def test_a_step_that_is_saved_again_is_no_checkpoint_while_it_is_written(shelf: Shelf) -> None:

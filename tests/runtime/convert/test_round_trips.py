@@ -16,6 +16,7 @@ from autoshard.plan.build import build_plan
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.codec import dump
 from autoshard.plan.plan import Plan
+from autoshard.run.folder import folder_of
 from autoshard.runtime.convert.converting import form_of
 from autoshard.runtime.convert.nxd import nxd_outputs
 from autoshard.spec.cluster_catalogue import load_cluster
@@ -119,9 +120,10 @@ def test_weights_of_every_form_begin_a_run_alike(tmp_path: Path) -> None:
     converted(at, tmp_path / "hf", model=str(model))
     converted(tmp_path / "hf", tmp_path / "ours", form="autoshard", plan=plan)
     converted(tmp_path / "hf", tmp_path / "nxd", form="nxd", plan=cut("tp=2,pp=2,dp=1", plan.model))
+    places = {"run": at.parent, "checkpoints": at, "step": at / folder_of(3)}
     losses = {
         where: trained(plan, tmp_path / f"from {where}", 1, init_weights=str(path)).steps[0].loss
-        for where, path in {"run": at, **{name: tmp_path / name for name in ("hf", "ours", "nxd")}}.items()
+        for where, path in {**places, **{name: tmp_path / name for name in ("hf", "ours", "nxd")}}.items()
     }
     assert len(set(losses.values())) == 1, losses
     assert losses["run"] < first.steps[0].loss - 0.05, "trained weights, on the first batch"
