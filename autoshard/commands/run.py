@@ -30,7 +30,7 @@ from autoshard.runtime.machine import (
     refuse_too_large,
     refuse_without_neuron,
 )
-from autoshard.runtime.meeting import GivenRank
+from autoshard.runtime.meeting import GivenRank, telling_refusals
 from autoshard.runtime.restart import StartBefore, start_before
 from autoshard.spec.cluster import LOCAL
 from autoshard.spec.model_catalogue import load_model, model_names
@@ -102,11 +102,14 @@ def run(
 
 def _executed(execution: Execution, engine_mode: str, path: Path, launched: GivenRank | None) -> int:
     """Run on the device of this machine, unless it cannot, or the number of ranks is wrong."""
-    execution = _in_mode(_on_device(execution, launched), engine_mode)
-    if launched is None or launched.rank == 0:
-        _refuse_machine(execution, path, launched)
-    elif launched.num_ranks != execution.plan.mesh.num_ranks:
+    execution, leads = _in_mode(_on_device(execution, launched), engine_mode), launched is None or launched.rank == 0
+    if launched is not None and leads:
+        launched.refuse_other_size(execution.plan.mesh.num_ranks, str(path))
+    elif launched is not None and launched.num_ranks != execution.plan.mesh.num_ranks:
         return 2  # rank 0 says why
+    if leads:
+        with telling_refusals(launched):
+            _refuse_machine(execution, path, launched)
     return execute(execution, launched)
 
 
@@ -222,7 +225,7 @@ def _in_mode(execution: Execution, wanted: str) -> Execution:
 
 
 def _refuse_machine(execution: Execution, path: Path, launched: GivenRank | None) -> None:
-    """Refuse plans that this machine cannot run, steps that it cannot record, and a wrong number of ranks."""
+    """Refuse plans that this machine cannot run, and steps that it cannot record."""
     last, steps = max(execution.run.profile, default=0), execution.run.training.steps
     unseen = "torch's profiler sees no NeuronCore. Leave the option out, and record with neuron-profile"
     require(
@@ -231,9 +234,7 @@ def _refuse_machine(execution: Execution, path: Path, launched: GivenRank | None
     )
     if execution.engine == "nxd":
         refuse_without_neuron(execution.plan, str(path), started=launched is not None)
-    if launched is not None:
-        launched.refuse_other_size(execution.plan.mesh.num_ranks, str(path))
-    elif execution.run.device == HOST:
+    if launched is None and execution.run.device == HOST:
         refuse_too_large(execution.plan, available_bytes())
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from autoshard.cost.storage import stopping
-from autoshard.errors import AutoshardError, Fault, InputError, RunFailed, require
+from autoshard.errors import AutoshardError, Fault, InputError, RunFailed, file_faults, require
 from autoshard.plan.environment import COMPILER_FLAGS
 from autoshard.plan.plan import Plan
 from autoshard.run.activity import RankActivity, activity_folder
@@ -107,7 +107,8 @@ def _as_rank(launched: GivenRank, body: Body, say: Say, placing: Placing) -> Any
         say(said)
 
     if watch is not None:
-        activity = RankActivity(activity_folder(placing.folder) / str(launched.rank))
+        with file_faults(f"--out {placing.folder}"):
+            activity = RankActivity(activity_folder(placing.folder) / str(launched.rank))
         activity.act("its start")
         activity.wait("all ranks to meet")
         end_if_hung(watch, hang_report(placing.folder, launched.rank))

@@ -13,7 +13,9 @@ import torch.distributed as dist
 
 from autoshard.errors import InputError, RunFailed
 from autoshard.runtime.launch import Placing, first_node, given_rank, launch
-from tests.runtime.cases import children_of, environment, is_alive, started, wait_until, write_tiny
+from autoshard.runtime.meeting import GivenRank
+from autoshard.runtime.watchdog import Watch
+from tests.runtime.cases import children_of, environment, is_alive, started, tiny_plan, wait_until, write_tiny
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "here", "MASTER_PORT": "29500"}
 SLURM = {"SLURM_PROCID": "3", "SLURM_NTASKS": "8", "SLURM_STEP_ID": "0", "SLURM_JOB_ID": "71234"}
@@ -136,18 +138,27 @@ def test_torchrun_starts_one_process_a_rank(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.ranks
-def test_ranks_that_were_started_one_by_one_hear_at_once_what_the_first_refuses(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--out full --resume never", "--out full: already holds files"),
+        ("--steps 2 --profile 9", "--profile: the run has 2 steps, so step 9 is none of them"),
+    ],
+)
+def test_ranks_that_were_started_one_by_one_hear_at_once_what_the_first_refuses(
+    words: str, said: str, tmp_path: Path
+) -> None:
     write_tiny(tmp_path)
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
-    words, two_ranks = ("run", "tiny.json", "--out", "full", "--resume", "never"), world(2)
+    line, two_ranks = ("run", "tiny.json", *words.split()), world(2)
     with (
-        started(tmp_path, *words, RANK="1", **two_ranks) as two,
-        started(tmp_path, *words, RANK="0", **two_ranks) as one,
+        started(tmp_path, *line, RANK="1", **two_ranks) as two,
+        started(tmp_path, *line, RANK="0", **two_ranks) as one,
     ):
         (_, refusal), (_, heard) = one.communicate(timeout=120), two.communicate(timeout=60)
-    assert (one.returncode, two.returncode) == (2, 3) and "--out full: already holds files" in refusal
-    refused = "autoshard: rank 0 does not take the run up: --out full: already holds files"  # torch may warn before
+    assert (one.returncode, two.returncode) == (2, 3) and said in refusal
+    refused = f"autoshard: rank 0 does not take the run up: {said}"  # torch may warn before
     assert any(line.startswith(refused) for line in heard.splitlines()) and "Traceback" not in heard
 
 
@@ -238,3 +249,12 @@ def test_the_wrong_number_of_tasks_is_refused() -> None:
 @pytest.mark.parametrize(("nodes", "first"), [("a1", "a1"), ("a-[1,3]", "a-1"), ("q[08-09]", "q08"), ("", "localhost")])
 def test_rank_0_is_on_the_first_node(nodes: str, first: str) -> None:
     assert first_node(nodes) == first
+
+
+@pytest.mark.ranks
+def test_a_rank_of_torchrun_that_cannot_write_into_the_folder_of_the_run_names_it(tmp_path: Path) -> None:
+    (folder := tmp_path / "file").touch()
+    rank = GivenRank(by="torchrun", rank=1, num_ranks=2, meeting="env://")
+    placing = Placing(folder=folder, watch=Watch(folder, tiny_plan("tp=1,pp=1,dp=2"), here=False))
+    with pytest.raises(InputError, match=r"--out .*file: cannot be written: Not a directory"):
+        launch(rank, 2, lambda _: None, show=print, placing=placing)
