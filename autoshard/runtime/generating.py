@@ -142,20 +142,19 @@ def _makers(instructions: Sequence[Instruction], result: str) -> Iterator[Instru
 
 
 def continued(
-    model: SpeakingModel, prompt: Sequence[int], num_tokens: int, choose: Choose, stop: int | None
+    model: SpeakingModel, prompt: Sequence[int], num_tokens: int, choose: Choose, ends: Sequence[tuple[int, ...]] = ()
 ) -> Iterator[int]:
-    """Yield so many tokens behind a prompt, or fewer where the token that stops it is among them.
+    """Yield so many tokens behind a prompt, or fewer where they end as one of ``ends``.
 
     Every rank of a model chooses the same ones.
     """
-    tokens = np.zeros((1, model.length), dtype=np.int64)
-    tokens[0, : len(prompt)] = prompt
-    for place in range(len(prompt), len(prompt) + num_tokens):
-        token = choose(model.logits(tokens, place - 1))
+    tokens, first = np.zeros((1, model.length), dtype=np.int64), len(prompt)
+    tokens[0, :first] = prompt
+    for place in range(first, first + num_tokens):
+        tokens[0, place] = token = choose(model.logits(tokens, place - 1))
         yield token
-        if token == stop:
+        if any(end and tuple(tokens[0, max(first, place + 1 - len(end)) : place + 1].tolist()) == end for end in ends):
             return
-        tokens[0, place] = token
 
 
 def chooser(temperature: float, top_k: int | None, seed: int) -> Choose:

@@ -4,7 +4,7 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 
 import numpy as np
@@ -18,8 +18,16 @@ from autoshard.plan.codec import load
 from autoshard.run.folder import TRAINING, folder_of
 from autoshard.runtime import machine
 from autoshard.runtime.convert.converting import open_weights
-from autoshard.runtime.data.opened import NAME, FileRecord, Manifest, TokenizerRecord, write_record
-from autoshard.runtime.data.tokenizers import TokenizerSpec, open_tokenizer
+from autoshard.runtime.data.opened import (
+    NAME,
+    FileRecord,
+    Kind,
+    Manifest,
+    TokenizerRecord,
+    text_checksum,
+    write_record,
+)
+from autoshard.runtime.data.tokenizers import CHATML, ChatTemplate, TokenizerSpec, open_tokenizer
 from autoshard.runtime.generating import SpeakingModel, chooser, continued
 from autoshard.spec.model_catalogue import load_model, read_config
 from autoshard.spec.training import DataSpec, Training
@@ -28,6 +36,7 @@ from tests.ranks.spawn import on_ranks
 from tests.runtime.cases import environment, write_tiny
 from tests.runtime.convert.test_opening import module_of
 from tests.runtime.data.small_tokenizer import write_tokenizer
+from tests.runtime.data.test_tokenizers import LLAMA3
 from tests.slower import rest_is_slow
 
 PROMPT, NUM_TOKENS = (3, 1, 4, 1), 5
@@ -52,17 +61,21 @@ def test_tokens_are_those_that_transformers_chooses(family: str, tmp_path: Path)
         torch.testing.assert_close(model.logits(padded, len(tokens) - 1), logits, rtol=0, atol=2e-5)
         expected.append(int(logits.argmax()))
         tokens.append(expected[-1])
-    assert [*continued(model, PROMPT, NUM_TOKENS, chooser(0.0, None, 0), stop=None)] == expected
-    stopped = [*continued(model, PROMPT, NUM_TOKENS, chooser(0.0, None, 0), stop=expected[1])]
+    assert [*continued(model, PROMPT, NUM_TOKENS, chooser(0.0, None, 0))] == expected
+    stopped = [*continued(model, PROMPT, NUM_TOKENS, chooser(0.0, None, 0), ends=[(expected[1],)])]
     assert stopped == expected[: expected.index(expected[1]) + 1], "what closes a document ends it"
+    closing = [(7, expected[0]), tuple(expected[2:4])]
+    closed = [*continued(model, PROMPT, NUM_TOKENS, chooser(0.0, None, 0), ends=closing)]
+    pairs = [*pairwise(expected)]
+    assert closed == expected[: pairs.index(closing[1]) + 2], "all tokens that close an answer, and none of the prompt"
 
 
 def spoken(folder: Path, num_ranks: int) -> tuple[torch.Tensor, list[int], list[int]]:
     model = model_of(folder, len(PROMPT) + NUM_TOKENS, num_ranks)
     padded = np.array([[*PROMPT, *[0] * (model.length - len(PROMPT))]])
     rows = torch.stack([model.logits(padded, place) for place in range(len(PROMPT))])
-    likeliest = [*continued(model, PROMPT, NUM_TOKENS, chooser(0.0, None, 0), stop=None)]
-    return rows, likeliest, [*continued(model, PROMPT, NUM_TOKENS, chooser(1.5, 20, 5), stop=None)]
+    likeliest = [*continued(model, PROMPT, NUM_TOKENS, chooser(0.0, None, 0))]
+    return rows, likeliest, [*continued(model, PROMPT, NUM_TOKENS, chooser(1.5, 20, 5))]
 
 
 @pytest.mark.ranks
@@ -142,14 +155,14 @@ def test_a_run_says_what_it_has_learned(run_folder: Path, capsys: pytest.Capture
     assert said(capsys, *asked, "--tokenizer", "bytes") == "ababababab\n"
 
 
-def read_by(folder: Path, tokenizer: TokenizerRecord) -> None:
+def read_by(folder: Path, tokenizer: TokenizerRecord, kind: Kind = "text", template: str | None = None) -> None:
     """Let a checkpoint say that its run has read a set of this tokenizer."""
     data_set = folder.parent / "set"
-    data_set.mkdir()
+    data_set.mkdir(exist_ok=True)
     file = FileRecord(name="part-00000.bin", bytes=0, sha256="")
     manifest = Manifest(
-        schema=1, source="x", revision=None, kind="text", tokenizer=tokenizer, dtype="uint16", files=(file,),
-        num_tokens=1, num_documents=1, num_empty=0,
+        schema=1, source="x", revision=None, kind=kind, tokenizer=tokenizer, dtype="uint16", files=(file,),
+        template=template, num_tokens=1, num_documents=1, num_empty=0,
     )  # fmt: skip
     write_record(manifest, data_set / NAME)
     write_record(Training(data=DataSpec(sets={str(data_set): 1.0})), folder / TRAINING)
@@ -167,7 +180,7 @@ def test_a_run_opens_and_closes_documents_as_those_that_it_has_read(
     tokenizer = open_tokenizer(TokenizerSpec(name=str(words), folder=words, bos="<s>"))
     opened = tokenizer.opened("the")
     assert opened[0] == 1
-    likeliest = [*continued(model_of(folder, 100 + len(opened)), opened, 5, chooser(0.0, None, 0), stop=None)]
+    likeliest = [*continued(model_of(folder, 100 + len(opened)), opened, 5, chooser(0.0, None, 0))]
     end = next(token for token in likeliest[1:] if token != likeliest[0])
     read_by(tmp_path / "run" / folder_of(0), replace(tokenizer.record, eos=end))
     monkeypatch.chdir(words)  # the folder has a name that leads there from everywhere
@@ -176,6 +189,32 @@ def test_a_run_opens_and_closes_documents_as_those_that_it_has_read(
     assert "is not the one that made the tokens of this run" in said(capsys, *asked, code=2)
     assert main(["convert", asked[0], str(tmp_path / "exported")]) == 2
     assert "is not the one that made the tokens of this run" in capsys.readouterr().err
+
+
+def test_a_run_on_conversations_answers_a_prompt_as_its_template_writes_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, words = tmp_path / "hf", write_tokenizer(tmp_path / "words", chat_template=LLAMA3, bos_token="<s>")
+    module_of("llama", vocab_size=300).save_pretrained(folder)
+    assert main(["convert", str(folder), str(tmp_path / "run"), "--to", "autoshard"]) == 0
+    tokenizer = open_tokenizer(TokenizerSpec(name=str(words), folder=words))
+    template = ChatTemplate(source=LLAMA3, special=tokenizer.special)
+    assert template.around_answer("Hi?") == (
+        "<s><|start|>user<|end|>\n\nHi?<|eot|><|start|>assistant<|end|>\n\n", "<|eot|>"
+    )  # fmt: skip
+    before = tokenizer.opened(template.around_answer("Hi?")[0])
+    likeliest = [*continued(model_of(folder, 100 + len(before)), before, 6, chooser(0.0, None, 0))]
+    asked = (str(tmp_path / "run"), "--prompt", "Hi?", "--tokens", "6", "--json")
+    read_by(tmp_path / "run" / folder_of(0), tokenizer.record, "chat", text_checksum(LLAMA3))
+    answer = json.loads(said(capsys, *asked))
+    assert answer["tokens"] == likeliest and answer["text"] == tokenizer.text(likeliest)
+    assert said(capsys, *asked[:-1]) == answer["text"] + "\n", "the answer alone"
+    text = said(capsys, *asked[:-1], "--form", "text")
+    assert text.startswith("Hi?") and text != f"Hi?{answer['text']}\n"
+    read_by(tmp_path / "run" / folder_of(0), tokenizer.record, "chat", text_checksum(CHATML))
+    assert "were written by another template than that of" in said(capsys, *asked, code=2)
+    (tmp_path / "chatml").write_text(CHATML, encoding="utf-8")
+    assert json.loads(said(capsys, *asked, "--chat-template", str(tmp_path / "chatml")))["tokens"] != likeliest
 
 
 def test_what_cannot_go_on_is_refused(

@@ -4,6 +4,7 @@ import math
 import shutil
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
@@ -52,23 +53,26 @@ def generate(
     seed: int = 0,
     step: Literal["newest", "best"] | int = "newest",
     tokenizer: str | None = None,
+    form: Literal["text", "chat"] | None = None,
+    chat_template: Path | None = None,
     ranks: int | None = None,
     json: bool = False,
 ) -> int:
     """Let the weights of a run, or of a Hugging Face folder, go on with a text.
 
-    It reads the model in FP32, cut over ranks where there are several, and computes every token anew: enough to hear
-    what a run has learned, and no server.
+    It reads the model in FP32, cut over ranks if need be, and computes every token anew: to hear what a run learned.
 
     Args:
         source: The folder of a run, one of its checkpoints, or a folder with a config.json and safetensors.
-        prompt: The text to go on with.
+        prompt: The text to go on with, or what a user says in a chat.
         tokens: How many tokens to add at most.
         temperature: At 0 the likeliest token comes next; above, one is drawn, the more freely the higher it is.
         top_k: Draw among so many of the likeliest tokens only.
         seed: Of the draws.
         step: Of a run: the newest checkpoint, the best one by its evaluations, or that of a step.
         tokenizer: bytes, a folder with a tokenizer.json, or a hub's name. Default: that of the run's data.
+        form: Whether the prompt is a text, or a chat to be answered. Default: chat where a run read only conversations.
+        chat_template: A file with the chat template, in Jinja. Default: that of the tokenizer.
         ranks: Over how many ranks of this machine the model is cut. Default: 1, or as many as torchrun or srun starts.
         json: Print one JSON object instead of the text.
     """
@@ -86,21 +90,19 @@ def generate(
         raise InputError.of("autoshard generate", f"needs {error.name}: pip install 'autoshard[torch]'") from None
     with naming_removed(source):
         weights = _weights_in(source, step)
-        words = _opened(weights, tokenizer, source)
-        first = words.opened(prompt)
-        require((bool(first), "--prompt", f"has no token of {words.record.name}. Type some text"))
-        require((max(first) < weights.model.vocab, "--tokenizer", _foreign(words, weights.model)))
+        words = _opened(weights, tokenizer, chat_template, source)
+        first, closing = _said(words, prompt, weights, form)
         start_s = time.monotonic()
-        draw = temperature, top_k, seed
-        ask = _Ask(weights=weights, prompt=first, num_tokens=tokens, stop=words.record.eos, draw=draw)
+        ends = [closing or (), () if words.record.eos is None else (words.record.eos,)]
+        ask = _Ask(weights=weights, prompt=first, num_tokens=tokens, ends=ends, draw=(temperature, top_k, seed))
         added = ask.on_ranks(ranks)
     if added is None:  # on another rank than the first
         return 0
-    text, time_s = words.text(added), time.monotonic() - start_s
+    text, time_s = words.text(_unclosed(added, closing or ())), time.monotonic() - start_s
     if json:
         print_answer({"source": str(weights.folder), "prompt": prompt, "text": text, "tokens": added, "time_s": time_s})
     else:
-        print(f"{prompt}{text}")
+        print(text if closing is not None else f"{prompt}{text}")
     return 0
 
 
@@ -111,7 +113,7 @@ class _Ask:
     weights: _Weights
     prompt: list[int]
     num_tokens: int
-    stop: int | None
+    ends: Sequence[tuple[int, ...]]  # after which nothing follows, or ()
     draw: tuple[float, int | None, int]
 
     def on_ranks(self, stated: int | None) -> list[int] | None:
@@ -138,7 +140,7 @@ class _Ask:
 
         model = SpeakingModel.of(plan, _source_of(self.weights), Formats())
         line, added = StatusLine(silent=given_rank() is not None), list[int]()
-        for token in continued(model, self.prompt, self.num_tokens, chooser(*self.draw), self.stop):
+        for token in continued(model, self.prompt, self.num_tokens, chooser(*self.draw), self.ends):
             added.append(token)
             line.show(f"{len(added)} of {self.num_tokens} tokens")
         line.clear()
@@ -222,7 +224,7 @@ def _untraced(model: ModelSpec) -> ModelSpec:
     return model
 
 
-def _opened(weights: _Weights, stated: str | None, source: Path) -> "Tokenizer":
+def _opened(weights: _Weights, stated: str | None, template: Path | None, source: Path) -> "Tokenizer":
     """Open the tokenizer, which opens and closes documents as those were that the run has read."""
     from autoshard.runtime.data.tokenizers import open_tokenizer
 
@@ -232,11 +234,43 @@ def _opened(weights: _Weights, stated: str | None, source: Path) -> "Tokenizer":
             f"nothing in {source} says which tokenizer made its tokens. Type bytes, or a folder with a tokenizer.json"
         )
         raise InputError.of("--tokenizer", message)
-    words = open_tokenizer(named_tokenizer(name, None, None, None))
+    words = open_tokenizer(named_tokenizer(name, None, None, template))
     if read is None or (stated is not None and words.record.sha256 != read.sha256):
         return words
     read.refuse_other(words.record.sha256)
     return replace(words, record=replace(words.record, eos=read.eos, bos=read.bos))
+
+
+def _said(
+    words: "Tokenizer", prompt: str, weights: _Weights, form: str | None
+) -> tuple[list[int], tuple[int, ...] | None]:
+    """Return the tokens of a prompt, and those that close the answer to it in a chat; None of a text."""
+    from autoshard.runtime.data.opened import conversations_of, text_checksum
+    from autoshard.runtime.data.tokenizers import ChatTemplate
+
+    talks, closing = conversations_of(weights.folder), None
+    if form == "text" or (form is None and talks is None):
+        first = words.opened(prompt)
+    else:
+        missing = f"{words.record.name} has no chat template. Give one in a file of Jinja"
+        differs = f"the conversations of this run were written by another template than that of {words.record.name}"
+        same = talks is None or talks.template in (None, text_checksum(words.template or ""))
+        require(
+            (words.template is not None, "--chat-template", missing),
+            (same, "--chat-template", f"{differs}. Name its file"),
+        )
+        before, after = ChatTemplate(source=words.template or "", special=words.special).around_answer(prompt)
+        plain = replace(words, record=replace(words.record, bos=None))  # a template writes that itself
+        first, closing = plain.opened(before), tuple(plain.opened(after))
+    require((bool(first), "--prompt", f"has no token of {words.record.name}. Type some text"))
+    require((max(first) < weights.model.vocab, "--tokenizer", _foreign(words, weights.model)))
+    return first, closing
+
+
+def _unclosed(tokens: list[int], closing: tuple[int, ...]) -> list[int]:
+    """Return the tokens of an answer without those that close it."""
+    is_closed = bool(closing) and tuple(tokens[-len(closing) :]) == closing
+    return tokens[: -len(closing)] if is_closed else tokens
 
 
 def _foreign(words: "Tokenizer", model: ModelSpec) -> str:

@@ -65,8 +65,8 @@ class TokenizerRecord:
 
     def refuse_other(self, checksum: str | None) -> None:
         """Refuse a tokenizer.json of another checksum under the same name."""
-        other = f"the tokenizer.json of {self.name} is not the one that made the tokens of this run. Name that one"
-        require((checksum == self.sha256, "--tokenizer", other))
+        differs = f"the tokenizer.json of {self.name} is not the one that made the tokens of this run. Name that one"
+        require((checksum == self.sha256, "--tokenizer", differs))
 
 
 BYTE_TOKENIZER = TokenizerRecord(name=BYTES, vocab=BYTES_EOS + 1, eos=BYTES_EOS)
@@ -102,16 +102,28 @@ def read_manifest(path: Path) -> Manifest:
     return record.decode(Manifest, read_data(path), path)
 
 
+def _sets_of(folder: Path) -> tuple[str, ...]:
+    """Return the sets that a run has read, as its checkpoint says."""
+    path = folder / TRAINING
+    return tuple(record.decode(Training, read_data(path), path).data.sets) if path.is_file() else ()
+
+
 def tokenizer_of(folder: Path) -> TokenizerRecord | None:
     """Return the tokenizer of the data that a run has read, as its checkpoint says; None of synthetic tokens."""
-    if not (folder / TRAINING).is_file():
-        return None
-    for name in record.decode(Training, read_data(folder / TRAINING), folder / TRAINING).data.sets:
+    for name in _sets_of(folder):
         if name.endswith(".txt"):
             return BYTE_TOKENIZER
         if (Path(name) / NAME).is_file():
             return read_manifest(Path(name) / NAME).tokenizer
     return None
+
+
+def conversations_of(folder: Path) -> Manifest | None:
+    """Return the manifest of the first set that a run has read; None if not all sets hold conversations."""
+    places = [Path(name) / NAME for name in _sets_of(folder)]
+    manifests = [read_manifest(place) for place in places if place.is_file()]
+    is_talk = len(manifests) == len(places) and all(manifest.kind == "chat" for manifest in manifests)
+    return manifests[0] if manifests and is_talk else None
 
 
 def write_record(value: object, path: Path) -> None:
@@ -123,6 +135,11 @@ def sha256(path: Path) -> str:
     """Read a whole file for its checksum."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def text_checksum(text: str) -> str:
+    """Return the checksum of a text."""
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def described(path: Path) -> FileRecord:

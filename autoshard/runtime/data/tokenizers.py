@@ -26,7 +26,7 @@ CHATML = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 _EOS = "<|endoftext|>"  # what transformers calls the token that closes a document of bytes
-_OPENS, _CLOSES = "\ue0f0", "\ue0f1"  # of a private range: no text of people holds them
+_OPENS, _CLOSES, _ANSWER = "\ue0f0", "\ue0f1", "\ue0f2"  # of a private range: no text of people holds them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +76,13 @@ class ChatTemplate:
                 require((after.startswith(before) and whole.startswith(after), "the chat template", rewrites))
                 ranges.append((len(before), len(after)))
         return Marked(text=whole, ranges=tuple(ranges))
+
+    def around_answer(self, question: str) -> tuple[str, str]:
+        """Return what stands before the answer to a question, and what closes the answer."""
+        asked: list[Message] = [{"role": "user", "content": question}]
+        before = self._written(asked, add_generation_prompt=True)
+        after = self._written([*asked, {"role": "assistant", "content": _ANSWER}]).rpartition(_ANSWER)[2]
+        return before, after.replace(_CLOSES, "").strip()
 
     def _written(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str:
         from jinja2 import TemplateError

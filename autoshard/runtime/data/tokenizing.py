@@ -5,7 +5,6 @@ the same for any number of processes and however often the work was interrupted.
 """
 
 import functools
-import hashlib
 import multiprocessing
 import os
 import signal
@@ -33,6 +32,7 @@ from autoshard.runtime.data.opened import (
     described,
     missing_or_resized,
     read_manifest,
+    text_checksum,
     write_record,
 )
 from autoshard.runtime.data.tokenizers import (
@@ -158,8 +158,7 @@ def _clear(out: Path) -> None:
 
 
 def _template(work: Work, tokenizer: Tokenizer) -> str | None:
-    is_chat = work.kind == "chat"
-    return hashlib.sha256((tokenizer.template or "").encode()).hexdigest() if is_chat else None
+    return text_checksum(tokenizer.template or "") if work.kind == "chat" else None
 
 
 def _finished(work: Work, tokenizer: Tokenizer, out: Path) -> Manifest:

@@ -149,3 +149,15 @@ def test_a_broken_tokenizer_is_named(tmp_path: Path, change, spec, said: str) ->
         (folder / name).write_text(text)
     with pytest.raises(InputError, match=said):
         library(folder, **spec)
+
+
+@pytest.mark.parametrize(
+    ("template", "before", "closing"),
+    [
+        (CHATML, "<|im_start|>user\nHäh?<|im_end|>\n<|im_start|>assistant\n", "<|im_end|>"),
+        (MARKED, "Q: Häh?\n", "."),
+        (LAST_ONLY, "Häh?", ""),
+    ],
+)
+def test_an_answer_stands_where_the_template_puts_it(template: str, before: str, closing: str) -> None:
+    assert ChatTemplate(source=template).around_answer("Häh?") == (before, closing)
