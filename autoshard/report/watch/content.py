@@ -6,6 +6,7 @@ import re
 import socket
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, cast, get_args
@@ -17,6 +18,7 @@ from autoshard.run.activity import RankStatus, is_alive, read_status, why_still
 from autoshard.run.folder import (
     ATTEMPTS,
     CHECKPOINTS,
+    EVALUATIONS,
     HANG_REPORTS,
     INDEX,
     LOCK,
@@ -50,6 +52,14 @@ class LoggedStep:
     step: TimedStep
     at: float  # when it ended, by the clock of the machine that ran it
     compared: bool  # whether the plan's prediction is about the machine that ran it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoggedEvaluation:
+    """A line of ``evaluations.jsonl``."""
+
+    step: int
+    time_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +102,7 @@ class RunFolder:
     faults: tuple[str, ...]  # why one of these two could not be read
     steps: tuple[LoggedStep, ...]  # all, or of a long run an even sample and the last ones
     steps_at: float | None  # when the file of steps last changed
+    evaluation: LoggedEvaluation | None  # the last one
     starts: tuple[Mapping[str, Any], ...]  # the lines of attempts.jsonl
     lock: RunLock | None
     ranks: tuple[SeenRank, ...]  # inside a step
@@ -125,6 +136,7 @@ def read_run(folder: Path) -> RunFolder:
     checkpoint, saving = _checkpoints(place) if here else (None, None)
     return RunFolder(
         path=folder, plan=plan, training=training, faults=tuple(faults), steps=steps, steps_at=steps_at,
+        evaluation=_last_evaluation(folder / EVALUATIONS),
         starts=tuple(filter(_is_note, _objects(_text(folder / ATTEMPTS).encode()))), lock=lock,
         ranks=tuple(_ranks(folder / POSITIONS, started_at)), checkpoint=checkpoint, saving=saving,
         checkpoints_elsewhere="" if here or to in (None, "none") else to,
@@ -208,6 +220,20 @@ def _logged(record: Mapping[str, Any]) -> LoggedStep | None:
         return LoggedStep(step=step, at=_bounded(numbers["at"]), compared=numbers.get("mfu") is not None)
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
         return None
+
+
+def _last_evaluation(path: Path) -> LoggedEvaluation | None:
+    """Return the last evaluation of a file that can be read."""
+    try:
+        with path.open("rb") as file:
+            data = os.pread(file.fileno(), _SAMPLE_BYTES, max(0, os.fstat(file.fileno()).st_size - _SAMPLE_BYTES))
+    except OSError:
+        return None
+    newest = None
+    for record in _objects(data):
+        with suppress(KeyError, TypeError, ValueError):
+            newest = LoggedEvaluation(step=_count(record["step"]), time_s=_bounded(record["time_s"]))
+    return newest
 
 
 def _router(figures: Mapping[str, Any] | None) -> RouterReport | None:

@@ -163,22 +163,31 @@ def _state(folder: RunFolder, current: Sequence[LoggedStep], now: float) -> tupl
     newest = max(moment for moment in since if moment is not None)
     idle_s = max(0.0, min(now - newest, now - (steps[-1].at if steps else newest)))
     done = folder.training is not None and bool(steps) and steps[-1].step.number >= folder.training.steps
+    judged = _judged(folder, steps, int(last.get("from", 0)))
     limit_s = _UNKNOWN_S if done else _limit_s(folder.plan, steps)
+    if judged:
+        limit_s = max(limit_s, _evaluation_s(folder, steps))
     if held is None:
         limit_s = max(limit_s, _FAR_S)
     if idle_s > limit_s:
         usual = newest_steady(steps)
         takes = f", and its steps take {format_seconds(statistics.median(usual))}" if usual else ""
+        takes = f", while step {judged} is evaluated" if judged else takes
         still = f"no step has ended for {format_seconds(idle_s)}{takes}"
         if held:
             return "hangs", still, idle_s
         return "silent", f"{still}: it hangs or was killed; {who} cannot be looked at from here", idle_s
-    if done:
+    if done and not judged:
         return "saving", "all steps are done", idle_s
+    judging = f"step {judged} is evaluated" if judged else ""
     if steps:
-        return "running", "", idle_s
+        return "running", judging, idle_s
     again = "failed" in last
-    return "starting", f"again, after: {_first_line(str(last['failed']))}" if again else "no step has ended yet", idle_s
+    return (
+        "starting",
+        f"again, after: {_first_line(str(last['failed']))}" if again else judging or "no step has ended yet",
+        idle_s,
+    )
 
 
 def _over(folder: RunFolder, who: str) -> tuple[State, str]:
@@ -194,6 +203,23 @@ def _over(folder: RunFolder, who: str) -> tuple[State, str]:
     if folder.plan is None and not folder.starts:
         return "not begun", f"{who} ended before the run began"
     return "killed", f"{who} ended without a word, as a kill or a machine that fails ends it"
+
+
+def _judged(folder: RunFolder, current: Sequence[LoggedStep], begun_after: int) -> int:
+    """Return the step after which an evaluation is due that has not ended; 0 while steps are taken."""
+    step, training = current[-1].step.number if current else begun_after, folder.training
+    has_ended = folder.evaluation is not None and folder.evaluation.step >= step
+    return step if step and training and training.eval.is_due(step, training.steps) and not has_ended else 0
+
+
+def _evaluation_s(folder: RunFolder, current: Sequence[LoggedStep]) -> float:
+    """Return how long an evaluation may take: as the last one, or as steps for so many batches."""
+    if folder.evaluation is not None:
+        return _STEPS * folder.evaluation.time_s
+    steady, plan, training = newest_steady(current), folder.plan, folder.training
+    if not steady or plan is None or training is None:
+        return _UNKNOWN_S
+    return _STEPS * statistics.median(steady) * (1 + training.eval.samples / plan.workload.global_batch)
 
 
 def _limit_s(plan: Plan | None, current: Sequence[LoggedStep]) -> float:

@@ -4,7 +4,7 @@ import fcntl
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +17,8 @@ from autoshard.report.watch.content import read_run
 from autoshard.report.watch.drifts import drifts_of
 from autoshard.report.watch.structured import progress_json
 from autoshard.runtime.folder import holds_files
-from autoshard.spec.training import Checkpointing
+from autoshard.spec.record import encode
+from autoshard.spec.training import Checkpointing, Evaluating, Training
 from tests.report.watch.made_runs import FAR, FROM, NOW, STEP_S, at_work, made_run, plan_of_two, seen, steps_of, touch
 
 
@@ -162,6 +163,38 @@ def test_slow_steps_may_take_their_time(tmp_path: Path) -> None:
     made_run(tmp_path, steps_of(40, age_s=30, time_s=10.0))
     with held(tmp_path):
         assert seen(tmp_path).state == "running" and seen(tmp_path, NOW + 20).state == "hangs"
+
+
+def judged_run(folder: Path, *records: Sequence[Mapping[str, Any]], every_steps: int) -> Path:
+    """A run of 100 steps that evaluates 24 batches now and then."""
+    made_run(folder, *records)
+    judging = Evaluating(sets={"a": 1.0}, every_steps=every_steps, samples=24 * plan_of_two().workload.global_batch)
+    (folder / "training.json").write_text(json.dumps(encode(Training(steps=100, eval=judging))), encoding="utf-8")
+    return folder / "evaluations.jsonl"
+
+
+def test_an_evaluation_may_take_as_long_as_the_last_one_and_as_steps_for_its_batches(tmp_path: Path) -> None:
+    evaluations = judged_run(tmp_path, steps_of(40, age_s=30), every_steps=40)
+    with held(tmp_path):
+        now = seen(tmp_path)
+        assert (now.state, now.reason, now.is_bad) == ("running", "step 40 is evaluated", False)
+        hung = seen(tmp_path, NOW + 25)
+        assert (hung.state, hung.reason) == ("hangs", "no step has ended for 55.00 s, while step 40 is evaluated")
+        evaluations.write_text('{"step": 20, "time_s": 20.0, "loss": 1.0}\n{"step": 4', encoding="utf-8")
+        assert seen(tmp_path, NOW + 25).state == "running" and seen(tmp_path, NOW + 55).state == "hangs"
+        evaluations.write_text('{"step": 20, "time_s": 20.0}\n{"step": 40, "time_s": 20.0}\n', encoding="utf-8")
+        assert seen(tmp_path).state == "hangs", "it has ended, and the next step has not"
+
+
+def test_the_last_evaluation_is_no_save_and_a_start_may_begin_with_one(tmp_path: Path) -> None:
+    judged_run(tmp_path / "last", steps_of(100, age_s=40), every_steps=30)
+    notes = FROM, {"from": 60, "at": NOW - 700}
+    evaluations = judged_run(tmp_path / "begun", steps_of(60, age_s=2000), notes, every_steps=30)
+    evaluations.write_text('{"step": 30, "time_s": 300.0}\n', encoding="utf-8")
+    for name, state, reason in (("last", "running", "step 100"), ("begun", "starting", "step 60")):
+        with held(tmp_path / name):
+            now = seen(tmp_path / name)
+        assert (now.state, now.reason) == (state, f"{reason} is evaluated")
 
 
 def test_a_run_of_another_machine_is_judged_by_the_times_of_its_files(tmp_path: Path) -> None:
