@@ -11,6 +11,7 @@ from autoshard.imports.table import Facts, OtherProgram
 from autoshard.plan.candidate import even_stages
 from autoshard.plan.folding import expert_mesh
 from autoshard.plan.plan import Plan
+from autoshard.spec.files import yaml_of
 from autoshard.spec.record import options_on
 from autoshard.version import __version__
 
@@ -85,9 +86,7 @@ def text_of(program: OtherProgram, plan: Plan, expressed: Expressed) -> str:
         return json.dumps(_nested(keys), indent=2) + "\n"
     comments = "".join(f"# {note}\n" for note in notes)
     if program.form == "yaml":
-        import yaml
-
-        return comments + yaml.safe_dump(_nested(keys), sort_keys=False, width=1000)
+        return comments + yaml_of(_nested(keys))
     if program.form == "python":
         return comments + _python(keys, plan)
     return f"#!/bin/bash\n{comments}{_script(keys)}"

@@ -15,6 +15,7 @@ from autoshard.jobs.quoting import folder_word, path_faults, remark, shell_fault
 from autoshard.plan.codec import dump, plan_hash
 from autoshard.plan.plan import Plan
 from autoshard.spec.cluster import LOCAL
+from autoshard.spec.files import yaml_of
 from autoshard.spec.record import encode
 from autoshard.spec.training import Training
 
@@ -123,11 +124,8 @@ def default_name(plan: Plan) -> str:
 
 
 def yaml_text(data: object) -> str:
-    """Write YAML in the order given, without aliases."""
-    import yaml
-
-    plain: Any = json.loads(json.dumps(data))  # what is written twice is two objects
-    return yaml.safe_dump(plain, sort_keys=False, default_flow_style=None, width=110)
+    """Write YAML in short lines."""
+    return yaml_of(json.loads(json.dumps(data)), width=110, flow=None)
 
 
 def _differing(options: Any, usual: Any) -> dict[str, Any]:

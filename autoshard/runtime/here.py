@@ -14,12 +14,10 @@ from shutil import which
 from tempfile import TemporaryDirectory
 from typing import Any, cast
 
-import yaml
-
 from autoshard.errors import InputError, require
 from autoshard.files import replace_text
 from autoshard.spec.cluster_catalogue import NodeType, cluster_names, load_node_type
-from autoshard.spec.files import json_line
+from autoshard.spec.files import json_line, yaml_of
 from autoshard.spec.record import encode
 
 _PRODUCT = Path("/sys/devices/virtual/dmi/id/product_name")  # on Amazon's machines the type of the instance
@@ -86,7 +84,7 @@ def node_type_here() -> NodeType | None:
         return None
     with TemporaryDirectory() as folder:
         file = Path(folder, "here.yaml")
-        replace_text(file, yaml.safe_dump(dict(data)))
+        replace_text(file, yaml_of(dict(data)))
         return load_node_type(str(file))
 
 

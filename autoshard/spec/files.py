@@ -133,6 +133,24 @@ def _refuse_repeats(keys: list[Any], where: str) -> None:
         raise InputError.of(where, f"the key {twice!r} appears twice in one object")
 
 
+def yaml_of(data: object, *, width: int = 1000, flow: bool | None = False) -> str:
+    """Write YAML in the order that data has, without aliases; text that readers take for a number is quoted.
+
+    >>> yaml_of(["1e5", 1e-05]).splitlines()
+    ["- '1e5'", '- 1.0e-05']
+    """
+    import yaml
+
+    class YamlDumper(yaml.SafeDumper):
+        """Knows 3e11 as a number, as ``parsed`` files and YAML 1.2 do."""
+
+        def ignore_aliases(self, data: Any) -> bool:
+            return True
+
+    cast(Any, YamlDumper).add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("+-0123456789"))
+    return yaml.dump(data, Dumper=YamlDumper, sort_keys=False, default_flow_style=flow, width=width)
+
+
 def _parsed_yaml(text: str, path: Path) -> object:
     import yaml  # here, because planning from JSON must not pay for it
 

@@ -15,7 +15,7 @@ from autoshard.files import replace_text
 from autoshard.report.sweep import varied_in
 from autoshard.runtime.metrics.log import records_in, scalars
 from autoshard.runtime.metrics.trackers import OnWandb
-from autoshard.spec.files import json_line
+from autoshard.spec.files import json_line, yaml_of
 from autoshard.sweep.points import Sweep, base_of, points_of_question
 from autoshard.sweep.table import PROGRAM
 from autoshard.sweep.work import Row, SweepJob, job_rows
@@ -139,8 +139,6 @@ def log_sweep(rows: Sequence[Row], project: str, folder: Path, page: Path) -> li
 
 def controller_text(sweep: Sweep, source: Path, folder: Path, project: str) -> str:
     """Return a configuration for ``wandb sweep``, whose agents call ``agent_point`` for every point."""
-    import yaml
-
     parameters = {
         name: {"values": [choice[name] for choice in choices] if name in sweep.grid else list(range(len(choices)))}
         for name, choices in sweep.axes.items()
@@ -157,7 +155,7 @@ def controller_text(sweep: Sweep, source: Path, folder: Path, project: str) -> s
         "metric": {"name": "loss" if sweep.varies_training else f"step_time_s/{timed}", "goal": "minimize"},
         "parameters": parameters,
     }
-    return yaml.safe_dump(content, sort_keys=False)
+    return yaml_of(content, width=80)
 
 
 def agent_point(sweep: Sweep, folder: Path, out: Path, project: str | None) -> Row:

@@ -70,6 +70,13 @@ def test_a_recipe_is_planned_and_its_keys_go_to_the_run(here: Path, capsys: pyte
     assert values and values["training"].values["seed"] == 7
 
 
+@pytest.mark.parametrize("name", ["1e5", "7e12345", "12", "on", "-x", "a: b", "2026-01-01"])
+def test_a_name_that_looks_like_something_else_stays_a_name(name: str, here: Path) -> None:
+    assert main([*f"{TORCHRUN} --steps 2".split(), f"--track.name={name}"]) == 0
+    values = read_options("run", command_of("run"), ["job/plan.json", "--config", "job/training.yaml"])
+    assert values["training"].values["track.name"] == name
+
+
 @pytest.mark.parametrize(("line", "base"), [(SLURM, "."), (f"{K8S} --mount /mnt", "/mnt")])
 def test_paths_lead_where_they_lead_from_here_or_from_the_volume(line: str, base: str, here: Path) -> None:
     words = "--data.set sets/web=2 --data.set /far/code=1 --init-weights weights --checkpoint.to saved"

@@ -100,6 +100,8 @@ def test_plan_then_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert errors.endswith("runs/plan: already holds files, which a run never overwrites. Type --out runs/plan-2\n")
     assert main(["run", "plan.json", "--steps", "4"]) == 0
     assert "nothing left to do: all 4 steps are done. For more, type --steps 8" in capsys.readouterr().out
+    assert main(["run", "plan.json", "--steps", "2"]) == 0
+    assert "all 2 steps are done, and 4 were before. For more, type --steps 8" in capsys.readouterr().out
     assert main(["run", "plan.json", "--steps", "5", "--learning-rate", "1e-3"]) == 0
     out = capsys.readouterr().out
     assert "note: changed since the last start: learning_rate was 0.0003, now 0.001" in out

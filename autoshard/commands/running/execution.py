@@ -324,7 +324,7 @@ def _conclude(execution: Execution, report: RunReport, display: RunDisplay, outp
         wrote = f"\nwrote {folder}: plan.json, metrics.jsonl, measured.jsonl, report.json, checkpoints"
         print(*(() if deleted else (wrote, *_next_steps(execution, rows))), sep="\n")
     else:
-        print(_without_steps(training.steps, stopped_by=report.signal))
+        print(_without_steps(training.steps, display.begun_after, stopped_by=report.signal))
     if report.steps:
         _teach(execution, report, row)
     lost = [output.failure] if output.failure and not report.signal else []  # no failure of a run that is saved
@@ -370,17 +370,18 @@ def _teach(execution: Execution, report: RunReport, row: str) -> None:
             print(f"note: {note}", file=sys.stderr)
 
 
-def _without_steps(num_steps: int, stopped_by: int) -> str:
+def _without_steps(num_steps: int, num_done: int, stopped_by: int) -> str:
     """Say why a start has taken no step: a signal came before one had ended, or all are done.
 
-    >>> _without_steps(300, stopped_by=2)
+    >>> _without_steps(300, 120, stopped_by=2)
     'stopped before a step of this start had ended: the same command goes on'
-    >>> _without_steps(300, stopped_by=0)
-    'nothing left to do: all 300 steps are done. For more, type --steps 600'
+    >>> _without_steps(300, 320, stopped_by=0)
+    'nothing left to do: all 300 steps are done, and 320 were before. For more, type --steps 640'
     """
-    if stopped_by:
-        return "stopped before a step of this start had ended: the same command goes on"
-    return f"nothing left to do: all {num_steps} steps are done. For more, type --steps {2 * num_steps}"
+    stopped = "stopped before a step of this start had ended: the same command goes on"
+    more = f"For more, type --steps {2 * max(num_steps, num_done)}"
+    before = f", and {num_done} were before" if num_done > num_steps else ""
+    return stopped if stopped_by else f"nothing left to do: all {num_steps} steps are done{before}. {more}"
 
 
 def _measured_row(execution: Execution, report: RunReport) -> str:
