@@ -124,6 +124,13 @@ def test_defaults_are_those_that_are_documented(model: str, cluster: str, seq_le
     assert workload.precision == Precision.named("bf16")
 
 
+def test_how_busy_experts_are_is_no_question_about_a_model_without_experts() -> None:
+    options, cluster = QuestionOptions(expert_imbalance=0.2), load_cluster("h100-80")
+    assert default_workload(load_model("mixtral-8x7b"), cluster, options)[0].expert_imbalance == 0.2
+    with pytest.raises(InputError, match="expert_imbalance: llama3-8b has no experts"):
+        default_workload(load_model("llama3-8b"), cluster, options)
+
+
 @given(seq_len=st.integers(1, 2**31 - 1))
 def test_without_a_vendor_a_step_has_the_most_tokens_that_a_power_of_two_of_sequences_holds(seq_len: int):
     sizes = default_sizes(load_model("qwen3-8b"), load_cluster("h100-80"), seq_len=seq_len)

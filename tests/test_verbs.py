@@ -86,6 +86,15 @@ def test_a_plan_that_cannot_run_is_refused_with_its_reason(plan_file: Path) -> N
     [
         ({"fix": {"tp": 7}}, r"fix=\{'tp': 7\}: "),
         ({"nodes": "2"}, "nodes: must be a whole number, not '2'"),
+        ({"nodes": 0}, "nodes: must be at least 1, not 0"),
+        ({"top": 0}, "top: must be at least 1, not 0"),
+        ({"top": "3"}, "top: must be a whole number, not '3'"),
+        ({"seq_len": "2k"}, "seq_len: must be a whole number, not '2k'"),
+        ({"global_batch": 8.0}, "global_batch: must be a whole number, or tokens in words as '4M', not 8.0"),
+        ({"headroom": "0.1"}, "headroom: must be a share such as 0.1, not '0.1'"),
+        ({"headroom": 1.5}, "headroom: "),
+        ({"objective": "speed"}, "objective: must be time, memory or dollars, not 'speed'"),
+        ({"cluster": "local", "objective": "dollars"}, "objective: no price of local is known. State price="),
         ({"global_batch": "4x"}, "global_batch: expected sequences"),
         ({"fix": {"tensor": 8}}, "Did you mean tp?"),
         ({"price": "much"}, "price: 'much' is not a price"),
@@ -94,7 +103,7 @@ def test_a_plan_that_cannot_run_is_refused_with_its_reason(plan_file: Path) -> N
 )
 def test_faults_are_said_in_the_words_of_python(options: dict[str, object], message: str) -> None:
     with pytest.raises(InputError, match=message):
-        autoshard.plan("llama3-8b", "trn1", **options)  # pyright: ignore
+        autoshard.plan("llama3-8b", **{"cluster": "trn1", **options})  # pyright: ignore
 
 
 def test_an_argument_that_is_not_there_leads_to_those_that_are() -> None:
@@ -102,6 +111,11 @@ def test_an_argument_that_is_not_there_leads_to_those_that_are() -> None:
         autoshard.plan("llama3-8b", gpus=8)  # pyright: ignore
     with pytest.raises(TypeError, match="Did you mean seq_len"):
         autoshard.plan("llama3-8b", seqlen=8192)  # pyright: ignore
+
+
+def test_an_answer_may_be_named_by_its_number() -> None:
+    chosen = [autoshard.plan("tiny-llama", "local", choose=choose).plan for choose in (2, "2")]
+    assert chosen[0] == chosen[1] != autoshard.plan("tiny-llama", "local", fix=None).plan
 
 
 def test_dollars_are_at_the_price_that_a_script_states() -> None:

@@ -49,8 +49,8 @@ class Sharding:
         for name, entry in computes.items():
             ring = entry.op.kind.ring_dim
             op_cuts[name] = {dim: cut for dim, cut in entry.cuts.items() if cut and dim != ring}
-        kept, read = program.kept(), defaultdict[str, list[Layout]](list)
-        for value in kept:
+        for_backward, read = program.kept(), defaultdict[str, list[Layout]](list)
+        for value in for_backward:
             read[value.tensor].append(value.layout)
         # These layouts count where only the kernel that saves a tensor knows which tensors it reads.
         read_layouts: dict[str, list[Layout]] = defaultdict(list)
@@ -60,7 +60,7 @@ class Sharding:
             read_layouts[value.tensor].append(value.layout)
         waiting = program.waiting(block.gives[0])
         given_names = {entry.value.name for entry in program.instructions if isinstance(entry, Given)}
-        changed = [value for value in kept if value.name not in given_names]
+        changed = [value for value in for_backward if value.name not in given_names]
         sent: list[Message] = []
         for change in program.collectives():  # a message is largest where fewest atoms cut it, or experts are busy
             made_larger = change.collective.kind == "all_gather" or change.collective.to_dim == "experts"

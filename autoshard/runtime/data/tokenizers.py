@@ -79,9 +79,9 @@ class ChatTemplate:
 
     def around_answer(self, question: str) -> tuple[str, str]:
         """Return what stands before the answer to a question, and what closes the answer."""
-        asked: list[Message] = [{"role": "user", "content": question}]
-        before = self._written(asked, add_generation_prompt=True)
-        after = self._written([*asked, {"role": "assistant", "content": _ANSWER}]).rpartition(_ANSWER)[2]
+        conversation: list[Message] = [{"role": "user", "content": question}]
+        before = self._written(conversation, add_generation_prompt=True)
+        after = self._written([*conversation, {"role": "assistant", "content": _ANSWER}]).rpartition(_ANSWER)[2]
         return before, after.replace(_CLOSES, "").strip()
 
     def _written(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 from autoshard.cost.built_in import built_in
 from autoshard.cost.calibration import Calibration, load_calibration
@@ -33,6 +33,12 @@ from autoshard.spec.recipe import DEFAULT_CLUSTER, QuestionOptions, sequences_of
 from autoshard.spec.workload import Precision, Workload
 
 Value = TypeVar("Value")
+# Of arguments that are no counts: their types, in words, and what to do about others.
+_TYPES: Mapping[str, tuple[Any, str, str]] = {
+    "workload": (Workload, "a Workload", ". Name the others: nodes=4, seq_len=8192"),
+    "global_batch": (int | str, "a whole number, or tokens in words as '4M'", ""),
+    "headroom": (int | float, "a share such as 0.1", ""),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,14 +68,14 @@ def plan(  # noqa: PLR0913
     nodes: int | None = None,
     seq_len: int | None = None,
     global_batch: int | str | None = None,
-    fix: Mapping[str, Any] | str = "",
+    fix: Mapping[str, Any] | str | None = None,
     top: int = 3,
     cost: Cost | Calibration | None = None,
     search: Search | None = None,
     precision: str | None = None,
     headroom: float | None = None,
     objective: Objective = "time",
-    choose: str | None = None,
+    choose: str | int | None = None,
     price: float | str | None = None,
 ) -> PlanResult:
     """Find the fastest layout of a training run that fits in memory, a simple one that is nearly as fast, the vendor's.
@@ -103,17 +109,34 @@ def plan(  # noqa: PLR0913
     how = how if headroom is None else replace(how, headroom=headroom)
     options = QuestionOptions(seq_len=seq_len, global_batch=global_batch, precision=precision)
     with python_words():
-        right = type(workload) in (Workload, type(None))
-        require((right, "workload", f"must be a Workload, not {workload!r}. Name the others: nodes=4, seq_len=8192"))
+        _require_types(nodes=nodes, seq_len=seq_len, top=top)
+        _require_types(workload=workload, global_batch=global_batch, headroom=headroom)
         the_model = model if isinstance(model, ModelSpec) else load_model(model)
         the_cluster = with_user_price(_cluster(cluster, nodes), price)
-        work, defaults = (
-            (_over(workload, options), "") if workload else default_workload(the_model, the_cluster, options)
-        )
-        pins = pins_from_text((fix if isinstance(fix, str) else pins_text(fix)) or None)
+        _require_objective(the_cluster, objective)
+        work, defaults = _over(workload, options) or default_workload(the_model, the_cluster, options)
+        pins = pins_from_text((fix if isinstance(fix, str) else pins_text(fix or {})) or None)
         request = _request(the_model, the_cluster, work, how, prices)
         request = replace(request, pins=pins, objective=objective, defaults=defaults)
-        return _searched(request, how, top, choose)
+        return _searched(request, how, top, None if choose is None else str(choose))
+
+
+def _require_types(**arguments: object) -> None:
+    """Refuse arguments of other types than they must have, and counts of nothing; None leaves any of them open."""
+    for name, value in arguments.items():
+        types, expected, advice = _TYPES.get(name, (int, "a whole number", ""))
+        right = value is None or (isinstance(value, types) and not isinstance(value, bool))
+        counts_none = name not in _TYPES and isinstance(value, int) and value < 1
+        require(
+            (right, name, f"must be {expected}, not {value!r}{advice}"),
+            (not counts_none, name, f"must be at least 1, not {value!r}"),
+        )
+
+
+def _require_objective(cluster: Cluster, objective: Objective) -> None:
+    require((objective in get_args(Objective), "objective", f"must be time, memory or dollars, not {objective!r}"))
+    message = f"no price of {cluster.name} is known. State price=, in dollars of a node hour, or minimise time"
+    require((objective != "dollars" or cluster.price_usd_per_node_hour is not None, "objective", message))
 
 
 def _request(model: ModelSpec, cluster: Cluster, work: Workload, how: Search, prices: Cost) -> Request:
@@ -140,20 +163,22 @@ def _searched(request: Request, how: Search, top: int, choose: str | None) -> Pl
     return answers_of(request, result, choose)
 
 
-def _over(work: Workload, options: QuestionOptions) -> Workload:
-    """Return a workload with what was stated beside it."""
+def _over(work: Workload | None, options: QuestionOptions) -> tuple[Workload, str] | None:
+    """Return a workload, if there is one, with what was stated beside it, and what of it is assumed: nothing."""
+    if work is None:
+        return None
     length, batch = options.seq_len or work.seq_len, options.global_batch
-    return replace(
+    stated = replace(
         work,
         seq_len=length,
         global_batch=work.global_batch if batch is None else sequences_of(batch, length),
         precision=Precision.named(options.precision) if options.precision else work.precision,
     )
+    return stated, ""
 
 
 def _cluster(cluster: Cluster | str | Path, nodes: int | None) -> Cluster:
     """Return a cluster, or the one of a name or a path, of as many nodes as wanted."""
-    require((type(nodes) in (int, type(None)), "nodes", f"must be a whole number, not {nodes!r}"))
     if isinstance(cluster, Cluster):
         return cluster if nodes is None else replace(cluster, num_nodes=nodes)
     return load_cluster(str(cluster), nodes or 1)

@@ -286,9 +286,9 @@ class Pool:
         together, however their blocks are cut: to bound and solve many at once takes little longer than one.
         """
         limit = self._limit
-        taken = self.left.take(groups, runs, near or (lambda plain: plain.bounds < limit))
-        self.pricer.with_recompute([plain.priced for chosen in taken.values() for plain in chosen])  # all at once
-        for variants, chosen in taken.items():
+        by_variants = self.left.take(groups, runs, near or (lambda plain: plain.bounds < limit))
+        self.pricer.with_recompute([plain.priced for chosen in by_variants.values() for plain in chosen])  # all at once
+        for variants, chosen in by_variants.items():
             priced = self.pricer.with_recompute([plain.priced for plain in chosen])
             joined = self.pricer.joined([part.only(plain.rows) for part, plain in zip(priced, chosen, strict=True)])
             for variant in variants:

@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass
 
+from autoshard.errors import require
 from autoshard.search.ask.vendor.documented import VendorLayout, vendor_layouts
 from autoshard.spec.cluster import LOCAL, Cluster
 from autoshard.spec.model import ModelSpec
@@ -66,6 +67,8 @@ def default_workload(
     options = question or QuestionOptions()
     sizes = default_sizes(model, cluster, seq_len=options.seq_len, global_batch=options.global_batch)
     stated = {name: options.given[name] for name in _OF_WORK if name in options.given}
+    message = f"{model.name} has no experts, so none is busier than another. Leave it out"
+    require((model.num_experts > 0 or "expert_imbalance" not in stated, "expert_imbalance", message))
     precision = Precision.named(options.precision or "bf16")
     work = Workload(seq_len=sizes.seq_len, global_batch=sizes.global_batch, precision=precision, **stated)
     return work, sizes.why
