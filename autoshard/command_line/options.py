@@ -88,13 +88,17 @@ def group_of(kind: Any) -> Any:
     return inner if is_group(inner) else None
 
 
-def options_of(source: Any, before: str = "") -> Iterator[Option]:
-    """Yield a command's options, or those of a dataclass; dataclasses inside a dataclass put their name before."""
+def options_of(source: Any, before: str = "", *, stated: bool = False) -> Iterator[Option]:
+    """Yield a command's options, or those of a dataclass; dataclasses inside a dataclass put their name before.
+
+    Of what is ``stated`` over other values, a switch can be turned off too: those values may have it on.
+    """
     types = get_type_hints(source)
     for name, parameter in inspect.signature(source).parameters.items():
         kind, default = types[name], parameter.default
         if group := group_of(kind):
-            yield from options_of(group, f"{before}{name}." if is_group(source) else "")
+            over = stated or get_origin(kind) is Stated
+            yield from options_of(group, f"{before}{name}." if is_group(source) else "", stated=over)
             continue
         if NoneType in get_args(kind):
             kind = Union[tuple(member for member in get_args(kind) if member is not NoneType)]  # noqa: UP007 (as many as there are)
@@ -102,8 +106,7 @@ def options_of(source: Any, before: str = "") -> Iterator[Option]:
         repeats = get_origin(kind) is Mapping
         flag = f"--{before}{name.removesuffix('s') if repeats else name}".replace("_", "-")
         words = tuple(word for literal in literals for word in get_args(literal))
-        if kind is bool and is_group(source):  # a file or the start before may have said the opposite
-            words = "true", "false"
+        words = ("true", "false") if kind is bool and stated else words
         yield Option(
             name=before + name, kind=kind, default=default, repeats=repeats, flag=flag, words=words,
             label=name.upper() if name in _POSITIONAL and default is not None else flag,

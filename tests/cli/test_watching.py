@@ -4,7 +4,6 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -54,9 +53,9 @@ def test_time_that_is_over_stops_a_search_that_says_so(typed: Typed, monkeypatch
     monkeypatch.setattr(BestSolutions, "keep", keep)
     price = LayoutPricer.priced
 
-    def priced_for_hours(*arguments: Any, **options: Any) -> Iterator[PricedLayouts]:
+    def priced_for_hours(*arguments: Any, **options: Any) -> list[PricedLayouts]:
         now_s[0] = 9e3
-        yield from price(*arguments, **options)
+        return price(*arguments, **options)
 
     monkeypatch.setattr(LayoutPricer, "priced", priced_for_hours)
     code, out, _ = typed(question)  # the plan that was made at once
