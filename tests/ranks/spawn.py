@@ -66,20 +66,18 @@ def on_ranks(
     pool, work = _pool(dill.dumps(prepare)), dill.dumps((body, args, named))
     ranks = pool.first(num_ranks)
     what = f"{body.__name__} on {num_ranks} ranks"
-    # A rank that has answered may still write to the store while the folder is removed.
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        try:
-            # A collective that waits for ever says where, before this process gives up.
-            group = {"init_method": f"file://{folder}/store", "timeout": timedelta(seconds=0.9 * timeout_s)}
-            for rank, connection in enumerate(ranks):
-                connection.send((group | {"rank": rank, "world_size": num_ranks}, work))
-            return _collected({connection: rank for rank, connection in enumerate(ranks)}, what, timeout_s)
-        except RankFailed:
-            pool.stop(signal.SIGABRT)  # each that still works says where it stands
-            raise
-        except BaseException:
-            pool.stop()
-            raise
+    try:
+        # A collective that waits for ever says where, before this process gives up.
+        group = {"init_method": f"file://{pool.new_store()}", "timeout": timedelta(seconds=0.9 * timeout_s)}
+        for rank, connection in enumerate(ranks):
+            connection.send((group | {"rank": rank, "world_size": num_ranks}, work))
+        return _collected({connection: rank for rank, connection in enumerate(ranks)}, what, timeout_s)
+    except RankFailed:
+        pool.stop(signal.SIGABRT)  # each that still works says where it stands
+        raise
+    except BaseException:
+        pool.stop()
+        raise
 
 
 @cache
@@ -157,6 +155,17 @@ class _Pool:
         self._templates: list[_Template] = []
         self._connections: list[Connection] = []
         self._processes: list[int] = []
+        self._stores = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+        self._num_stores = 0
+
+    def new_store(self) -> str:
+        """Return the file of a new store, in a folder that stays.
+
+        A rank ends its store maybe long after its answer. Where the file is removed just then, torch waits for it until
+        the time of the store is over, and the process dies.
+        """
+        self._num_stores += 1
+        return f"{self._stores.name}/{self._num_stores}"
 
     def first(self, count: int) -> Sequence[Connection]:
         """Start as many as are missing; return the first ones."""

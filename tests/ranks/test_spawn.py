@@ -42,6 +42,19 @@ def waiting_alone():
     dist.all_reduce(torch.zeros(1))
 
 
+def folder_of_its_store():
+    store = dist.distributed_c10d._get_default_store()
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return Path(store.path).parent
+
+
+def test_the_folder_of_a_store_outlives_its_case():
+    """A rank that ends its store just when the file is removed waits for it for minutes, and dies then."""
+    folders = {*on_ranks(2, folder_of_its_store), *on_ranks(2, folder_of_its_store)}
+    assert len(folders) == 1 and folders.pop().is_dir()
+
+
 def test_every_rank_answers_in_order():
     assert [number for number, _ in on_ranks(3, summed, 10)] == [33, 33, 33]
 
