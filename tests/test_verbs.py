@@ -89,6 +89,7 @@ def test_a_plan_that_cannot_run_is_refused_with_its_reason(plan_file: Path) -> N
         ({"nodes": 0}, "nodes: must be at least 1, not 0"),
         ({"top": 0}, "top: must be at least 1, not 0"),
         ({"top": "3"}, "top: must be a whole number, not '3'"),
+        ({"top": None}, "top: must be a whole number, not None"),
         ({"seq_len": "2k"}, "seq_len: must be a whole number, not '2k'"),
         ({"global_batch": 8.0}, "global_batch: must be a whole number, or tokens in words as '4M', not 8.0"),
         ({"headroom": "0.1"}, "headroom: must be a share such as 0.1, not '0.1'"),

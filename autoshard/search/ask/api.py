@@ -122,10 +122,10 @@ def plan(  # noqa: PLR0913
 
 
 def _require_types(**arguments: object) -> None:
-    """Refuse arguments of other types than they must have, and counts of nothing; None leaves any of them open."""
+    """Refuse arguments of other types than they must have, and counts of nothing; None leaves all but ``top`` open."""
     for name, value in arguments.items():
         types, expected, advice = _TYPES.get(name, (int, "a whole number", ""))
-        right = value is None or (isinstance(value, types) and not isinstance(value, bool))
+        right = isinstance(value, types) and not isinstance(value, bool) if value is not None else name != "top"
         counts_none = name not in _TYPES and isinstance(value, int) and value < 1
         require(
             (right, name, f"must be {expected}, not {value!r}{advice}"),
