@@ -3,6 +3,7 @@ import multiprocessing
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -43,8 +44,8 @@ def waiting_alone():
 
 
 def folder_of_its_store():
-    store = dist.distributed_c10d._get_default_store()
-    while isinstance(store, dist.PrefixStore):
+    store: Any = dist.distributed_c10d._get_default_store()
+    while hasattr(store, "underlying_store"):
         store = store.underlying_store
     return Path(store.path).parent
 
