@@ -1,7 +1,7 @@
 """What many tests share: tiny models and configurations that have every option, and plans of models on this machine."""
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
@@ -139,3 +139,8 @@ def local_plan(text: str, model: ModelSpec, pins: Mapping[str, str] = NOTHING, *
 def _plan(candidate: Candidate, model: ModelSpec, workload: Workload, pins: tuple[tuple[str, str], ...]) -> Plan:
     request = replace(_request(candidate, model, workload), layouts=pins_of(dict(pins), "tests"))
     return plan_at(request, candidate, even_refused=True)
+
+
+def numbered(next_best: Sequence[Plan]) -> dict[str, Plan]:
+    """The next best plans of a search by the numbers under which `plan --choose` writes them."""
+    return {str(number): plan for number, plan in enumerate(next_best, 2)}

@@ -23,7 +23,6 @@ from autoshard.plan.candidate import Candidate, parse_pins
 from autoshard.plan.codec import load
 from autoshard.plan.plan import Plan
 from autoshard.plan.verify import verify as reasons_against
-from autoshard.report.answers import runners_up_of
 from autoshard.report.brief import brief_sheets
 from autoshard.report.plan_sheets import frontier_sheets, plan_sheets, rejections_sheet
 from autoshard.report.sheet import Sheet, Words
@@ -279,13 +278,12 @@ def _show_answers(
         if sentences:
             print(sentences)
         return to.end(chosen, written)
-    named = [entry for entry in result.answers if not entry.name.isdecimal()]
     print_answer(
         plan_sheets(
             answer.plan,
             result.certificate.about(answer.plan),
             times=rank_times(answer.plan),
-            answers=[*named, *runners_up_of(result.answers[0].plan, result.runners_up)],
+            answers=result.answers,
             total_tokens=to.total_tokens,
             next_step=next_step,
         )

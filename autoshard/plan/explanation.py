@@ -204,9 +204,12 @@ class Answer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alternatives:
-    """The answer to a plan's question: other layouts, fastest first, its own without a limit of memory, the proof."""
+    """The answer to a plan's question: other layouts, fastest first, its own without a limit of memory, the proof.
 
-    rivals: tuple[Plan, ...]
+    A rival's name is the one that `plan --choose` knows; a letter where the question that the plan answers lacks it.
+    """
+
+    rivals: Mapping[str, Plan]
     unlimited_s: float
     certificate: Certificate | None = None
 

@@ -1,6 +1,6 @@
 """The answers to a question side by side: how much slower each is, how sure that is, and what was measured nearby."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from autoshard.cost.doubt import compared, ratio_of
@@ -26,12 +26,12 @@ _LEAST_SHARE = 0.005  # of the vendor's step: smaller differences of a part are 
 _TITLE = "slower than {}, with its 80% interval; sure: the chance that it is slower"
 
 
-def runners_up_of(best: Plan, next_best: Sequence[Plan]) -> list[Answer]:
-    """Return the next best plans as answers, which are compared with the best."""
+def runners_up_of(best: Plan, next_best: Mapping[str, Plan]) -> list[Answer]:
+    """Return the next best plans as answers of these names, which are compared with the best."""
     best_s, answers = prediction_of(best).step_time_s, list[Answer]()
-    for number, plan in enumerate(next_best, 2):
+    for name, plan in next_best.items():
         slower = prediction_of(plan).step_time_s / best_s - 1
-        answers.append(Answer(name=str(number), plan=plan, why="", slower=slower, ratio=ratio_of(plan, best)))
+        answers.append(Answer(name=name, plan=plan, why="", slower=slower, ratio=ratio_of(plan, best)))
     return answers
 
 
@@ -40,7 +40,7 @@ def answers_sheet(plan: Plan, answers: Sequence[Answer]) -> Sheet:
     best = FoundPlan.of(Answer(name="", plan=plan, why="", slower=0.0), Certificate())
     records = Node(encode([best, *(FoundPlan.of(answer, Certificate()) for answer in answers)]))
     plan_record, *figures = records
-    fastest = plan_record if figures[0]["name"].value.isdecimal() else figures[0]
+    fastest = plan_record if figures[0]["ratio"] else figures[0]
     notes = list(answers_notes(figures))
     for answer in answers:
         runs = filter(None, (answer.nearest_run, answer.unsettled_run))
@@ -51,6 +51,11 @@ def answers_sheet(plan: Plan, answers: Sequence[Answer]) -> Sheet:
     if near:
         words = f"{', '.join(near)} may be as fast as this plan, by the interval of its prediction"
         notes.append(Words(f"{words}: measure before you rent for long", "warning"))
+    letters = [answer.name for answer in answers if len(answer.name) == 1 and answer.name.isalpha()]
+    if letters:
+        notes.append(
+            f"{', '.join(letters)}: not among the layouts that this plan was chosen from; plan --at writes one"
+        )
     tables, vendor = [answers_table(figures, fastest, str(plan.candidate))], against_vendor(plan, answers)
     tables += [_vendor_table(Node(vendor))] if vendor else []
     return Sheet(tables=tables, notes=notes)
@@ -73,7 +78,7 @@ def answers_table(answers: Sequence[Node], fastest: Node, candidate: str) -> Tab
         "why": lambda answer: _loses(answer, fastest),
         "layout": lambda answer: "" if (text := answer["candidate"].value) == candidate else Words(text, "code"),
     }
-    alone = all(answer["name"].value.isdecimal() for answer in answers)  # are compared with the plan that is shown
+    alone = all(answer["ratio"] for answer in answers)  # are compared with the plan that is shown
     title = f"{'Runners-up' if alone else 'Answers'}; {_TITLE.format('this plan' if alone else 'the fastest')}"
     rows = sheet_rows(answers, columns)
     return Table(title, [*columns], rows, whole=("name",), drop=("why",), below="layout")
@@ -106,7 +111,7 @@ def _loses(answer: Node, fastest: Node) -> str:
     """Say what is promised of an answer with a name; of another one, by which part of the time it loses most."""
     if answer["against"].value:
         return "may not run"
-    if not answer["name"].value.isdecimal():
+    if answer["why"].value and not answer["name"].value.isdecimal():
         return answer["why"].value
     parts, bests = answer["time_parts"].value, fastest["time_parts"].value
     sign = 1 if answer["step_time_s"].value >= fastest["step_time_s"].value else -1

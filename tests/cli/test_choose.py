@@ -41,6 +41,31 @@ def test_the_answer_that_is_named_is_written(capsys: pytest.CaptureFixture[str])
     assert f"--choose {'|'.join(answers)}" in capsys.readouterr().out
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("written", ["simple", "fastest", "2"])
+def test_a_name_in_an_explanation_selects_the_same_layout(written: str, capsys: pytest.CaptureFixture[str]) -> None:
+    whole = (*QUESTION[:-2], "--precision", "bf16")
+    assert main([*whole, "--choose", written, "--out", "a.json"]) == 0
+    capsys.readouterr()
+    assert main(["explain", "a.json", "--json"]) == 0
+    rivals = {row["name"]: row["candidate"] for row in json.loads(capsys.readouterr().out)["runners_up"]}
+    assert len(rivals) == 3 and "".join(rivals).isalnum()
+    for name, layout in rivals.items():
+        assert main([*whole, "--choose", name, "--out", "b.json"]) == 0
+        assert candidate("b.json") == layout, f"{name} of explain is another of plan"
+
+
+@pytest.mark.slow
+def test_what_no_name_selects_has_a_letter(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*QUESTION, "--json", "--choose", "fastest"]) == 0
+    names = {row["candidate"]: row["name"] for row in json.loads(capsys.readouterr().out)["answers"]}
+    assert main(["explain", "--json"]) == 0
+    rivals = {row["name"]: row["candidate"] for row in json.loads(capsys.readouterr().out)["runners_up"]}
+    assert "a" in rivals and all(name.isalpha() or names[layout] == name for name, layout in rivals.items())
+    assert main(["explain"]) == 0
+    assert "not among the layouts that this plan was chosen from; plan --at writes one" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

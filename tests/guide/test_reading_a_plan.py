@@ -22,6 +22,7 @@ from autoshard.schedule.builders import builders
 from autoshard.search.ask.answers import answers_of
 from autoshard.search.ask.choice.doubt import DOUBT
 from autoshard.search.ask.planner import SearchResult, search
+from tests.kit import numbered
 from tests.report.printed import printed
 from tests.runtime.cases import ROOT
 from tests.search.brute_force import ask as request
@@ -50,13 +51,13 @@ def shown(name: str) -> str:
         plan,
         answer.certificate,
         times=rank_times(plan),
-        answers=[*answers_of(QUESTIONS[name](), answer).answers, *runners_up_of(plan, others)],
+        answers=[*answers_of(QUESTIONS[name](), answer).answers, *runners_up_of(plan, numbered(others))],
         total_tokens=2e12,
         next_step="x",
     )
     result = answers_of(QUESTIONS[name](), answer)
     first = brief_sheets(result, result.runnable(result.name), total_tokens=2e12, next_step="x")
-    alternatives = Alternatives(rivals=tuple(others), unlimited_s=1.0, certificate=answer.certificate)
+    alternatives = Alternatives(rivals=numbered(others), unlimited_s=1.0, certificate=answer.certificate)
     return (
         printed(drawn(*first))
         + printed(drawn(*sheets))
@@ -116,7 +117,7 @@ def test_the_keys_of_json_are_documented():
         "seconds_of",
         "rank",
     }
-    alternatives = Alternatives(rivals=tuple(others), unlimited_s=1.0, certificate=certificate)
+    alternatives = Alternatives(rivals=numbered(others), unlimited_s=1.0, certificate=certificate)
     none = WhyNot(pins="tp=2", rival=others[0], fits=True, against=(), flips=(), unmoved=())
     explained = explanation_json(plan, Explanation(candidate="", blocks=(), rules={}, basis=""), alternatives, ())
     why = why_not_json(plan, none)

@@ -58,7 +58,9 @@ def test_an_explanation_says_how_far_the_plan_itself_may_be_from_the_best() -> N
     assert proven.statement_of(fastest) == proven.statement and proven.statement.startswith("the fastest by this")
     gap = 1 - proven.bound / prediction_of(plan).step_time_s
     assert proven.statement_of(plan).startswith(f"within {format_at_most(gap)} of the fastest by this cost model, of ")
-    sheets = explanation_sheets(plan, explain(plan), Alternatives(rivals=(fastest,), unlimited_s=1, certificate=proven))
+    sheets = explanation_sheets(
+        plan, explain(plan), Alternatives(rivals={"2": fastest}, unlimited_s=1, certificate=proven)
+    )
     text = " ".join(printed(drawn(*sheets)).split())
     assert proven.statement_of(plan) in text and f"gap {format_at_most(gap)}" in text
     assert "Runners-up; slower than this plan" in text and "the fastest by this cost model, or" not in text

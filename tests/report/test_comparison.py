@@ -53,7 +53,7 @@ def test_the_whole_comparison_and_explanation(golden):
 )
 def test_what_waits_and_what_hides_is_said_only_where_it_is(cluster, text, sums):
     plan = plan_at(ask("llama3-8b", cluster), Candidate.parse(text))
-    found = printed(*explanation_sheets(plan, explain(plan), Alternatives(rivals=(), unlimited_s=1e-3)))
+    found = printed(*explanation_sheets(plan, explain(plan), Alternatives(rivals={}, unlimited_s=1e-3)))
     assert re.search(rf"^layer, 32 times: .* \({sums}\)$", found, re.MULTILINE)
 
 

@@ -57,9 +57,9 @@ def test_dollars_stand_beside_every_plan():
     assert best["dollars"] == best["runners_up"][0]["dollars"] == candidate_json(plan, ())["dollars"] == dollars
     assert candidate_json(None, ()) == {"rejections": [], "plan": None, "dollars": None, "total": None}
     nothing = Explanation(candidate=str(plan.candidate), blocks=(), rules={}, basis="none")
-    data = explanation_json(plan, nothing, Alternatives(rivals=(plan,), unlimited_s=1.0))
+    data = explanation_json(plan, nothing, Alternatives(rivals={"2": plan}, unlimited_s=1.0))
     assert data.items() >= {**encode(nothing), "dollars": dollars, "unlimited_s": 1.0}.items()
-    assert [row["candidate"] for row in data["runners_up"]] == [str(plan.candidate)]
+    assert [(row["name"], row["candidate"]) for row in data["runners_up"]] == [("2", str(plan.candidate))]
 
 
 NAMES = {

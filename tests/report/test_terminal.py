@@ -35,6 +35,7 @@ from autoshard.report.terminal import drawn, make_console
 from autoshard.report.words import TIME_WORDS, again_of, layout_words, ratio_words
 from autoshard.search.ask.planner import SearchResult, search
 from autoshard.spec.record import encode
+from tests.kit import numbered
 from tests.plan.cases import ask, plan_of, with_prediction
 from tests.report.printed import printed
 from tests.search.brute_force import ask as request
@@ -44,7 +45,7 @@ from tests.tabled import tabled
 def report(plan: Plan, found: SearchResult | None = None) -> str:
     certificate, others = (found.certificate, found.plans[1:]) if found else (None, ())
     times = rank_times(plan) if plan.strategies else ()
-    return printed(drawn(*plan_sheets(plan, certificate, answers=runners_up_of(plan, others), times=times)))
+    return printed(drawn(*plan_sheets(plan, certificate, answers=runners_up_of(plan, numbered(others)), times=times)))
 
 
 def figures(plan: Plan) -> Node:
@@ -130,7 +131,7 @@ def test_on_narrow_terminals_numbers_and_candidates_stay_whole_and_ascii_is_asci
     wide = {number for table in tables for row in table.rows for cell in row for number in NUMBER.findall(plain(cell))}
     for encoding in ("utf-8", "ascii"):
         text = printed(
-            drawn(*plan_sheets(plan, answers=runners_up_of(plan, [plan]), times=rank_times(plan))),
+            drawn(*plan_sheets(plan, answers=runners_up_of(plan, numbered([plan])), times=rank_times(plan))),
             width=width,
             encoding=encoding,
         )
@@ -262,7 +263,7 @@ def test_what_lies_within_the_interval_is_counted_and_named():
         other = plan_of(ask(), f"tp=32,pp=4,stages={layers}/{31 - int(layers)}/23/26")
         own = {"step_time_s": time_s, "low_s": time_s, "high_s": time_s, "time_parts": {"compute": time_s}}
         others.append(with_prediction(other, **own))
-    text = " ".join(printed(answers_sheet(plan, runners_up_of(plan, others))).split())
+    text = " ".join(printed(answers_sheet(plan, runners_up_of(plan, numbered(others)))).split())
     assert "2, 3, 4 may be as fast as this plan" in text
     assert all(str(other.candidate) in text for other in others)
     vendor = Answer(

@@ -18,8 +18,8 @@ from autoshard.search.bound.request import Request
 from autoshard.spec.cluster import LOCAL
 from autoshard.units import format_at_most, format_bytes, format_count, format_seconds
 
-SIMPLE, VENDOR, FSDP, OTHER = "simple", "vendor", "fsdp", "other"
-NAMES = ("fastest", "smallest", SIMPLE, VENDOR, FSDP, OTHER)
+FASTEST, SMALLEST, SIMPLE, VENDOR, FSDP, OTHER = "fastest", "smallest", "simple", "vendor", "fsdp", "other"
+NAMES = (FASTEST, SMALLEST, SIMPLE, VENDOR, FSDP, OTHER)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -117,7 +117,7 @@ def answers_of(request: Request, result: SearchResult, name: str | None = None) 
     best, *alternatives = result.plans
     is_time = request.objective != "memory"
     first = Answer(
-        name="fastest" if is_time else "smallest",
+        name=FASTEST if is_time else SMALLEST,
         plan=best,
         why=_promise(result.certificate),
         slower=0.0,

@@ -4,16 +4,19 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from string import ascii_lowercase
 from typing import Any
 
 from autoshard.cost.calibration import Calibration
 from autoshard.errors import InputError, inside, require
 from autoshard.plan.candidate import Candidate, parse_pins, pins_text
 from autoshard.plan.explanation import Alternatives, Flip, WhyNot
+from autoshard.plan.found import search_record
 from autoshard.plan.plan import Plan
 from autoshard.plan.rules.nxd_kernels import FLASH_TILE
+from autoshard.search.ask.answers import FASTEST
 from autoshard.search.ask.no_plan import best_plan, question_faults, why_none
-from autoshard.search.ask.planner import search
+from autoshard.search.ask.planner import SearchResult, search
 from autoshard.search.bound.request import Request
 from autoshard.search.bound.space import default_kernels
 
@@ -53,11 +56,26 @@ def alternatives(plan: Plan, calibration: Calibration) -> Alternatives:
     """Search a plan's own question again, and its own outer point without a limit of memory."""
     request = request_of_plan(plan, calibration)
     result = search(request, _MOST_RUNNERS_UP + 1)
-    runners_up = [rival for rival in result.plans if rival.candidate != plan.candidate]
+    named = zip(_names(plan, result), result.plans, strict=True)
+    rivals = [(name, rival) for name, rival in named if rival.candidate != plan.candidate]
     unlimited_s = best_time_s(replace(request, memory_bytes=math.inf), outer_pins(plan.candidate))
-    return Alternatives(
-        rivals=tuple(runners_up[:_MOST_RUNNERS_UP]), unlimited_s=unlimited_s, certificate=result.certificate
-    )
+    return Alternatives(rivals=dict(rivals[:_MOST_RUNNERS_UP]), unlimited_s=unlimited_s, certificate=result.certificate)
+
+
+def _names(plan: Plan, result: SearchResult) -> list[str]:
+    """Return for each plan of a search the name by which `plan --choose` writes it where the plan was searched.
+
+    It is a letter where that search had other layouts to choose from, as with `--fix`: no name selects that plan there.
+    """
+    record, certificate = search_record(plan), result.certificate
+    names = {answer.candidate: answer.name for answer in reversed(record.answers if record else ())}
+    is_same = not record or (record.num_points, record.num_legal) == (certificate.num_points, certificate.num_legal)
+    places = [FASTEST, *map(str, range(2, len(result.plans) + 1))]
+    letters = iter(ascii_lowercase)
+    return [
+        names.get(str(rival.candidate)) or (place if is_same and place not in names.values() else next(letters))
+        for rival, place in zip(result.plans, places, strict=False)
+    ]
 
 
 def why_not(plan: Plan, text: str, calibration: Calibration) -> WhyNot:

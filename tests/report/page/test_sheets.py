@@ -55,7 +55,7 @@ def test_what_plan_and_explain_print_stands_on_the_page(name: str) -> None:
     times, why = rank_times(plan), shown(name, plan).explanation
     assert why, "a whole page is of a plan that is explained"
     headline, _, ranks, *_ = plan_sheets(plan, times=times)
-    _, time, tables, blocks, *_ = explanation_sheets(plan, why, Alternatives(rivals=(), unlimited_s=1.0), times)
+    _, time, tables, blocks, *_ = explanation_sheets(plan, why, Alternatives(rivals={}, unlimited_s=1.0), times)
     # A page has room for every part of memory by itself.
     stages = Sheet(tables=[part for part in (*ranks.tables, *tables.tables) if not part.title.startswith("Memory per")])
     assert time.tables and stages.tables and (blocks.tables or not why.blocks)
