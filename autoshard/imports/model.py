@@ -23,7 +23,7 @@ _FIELDS: Mapping[str, str] = {  # facts -> fields of ModelSpec by which cards ar
     "head_dim": "head_dim", "num_experts_per_tok": "experts_per_token", "bias": "mlp_bias", "qkv_bias": "qkv_bias",
     "qk_norm": "qk_norm",
 }  # fmt: skip
-_DROPOUTS = ("hidden_dropout", "attention_dropout")  # of training, so that no card is told by them
+DROPOUTS = ("hidden_dropout", "attention_dropout")  # of training, so that no card is told by them
 _OPTIONS = (  # facts that are options of a ModelSpec
     "router", "shared_ffn", "latent", "sinks", "router_bias", "glu_limit", "glu_slope", "kinds", "order",
 )  # fmt: skip
@@ -63,7 +63,8 @@ def model_of(run: ImportedRun, typed: str | None) -> tuple[ModelSpec, str]:
     """Return the model of a configuration, or the one that is typed, and how it was found."""
     facts = {key.removeprefix("model."): value for key, value in run.facts.items() if key.startswith("model.")}
     spec, said = _model_of(run, facts, typed)
-    dropouts = {key: facts[key] for key in _DROPOUTS if facts.get(key) not in (None, getattr(spec, key))}
+    stated = [key for key in DROPOUTS if f"model.{key}" in run.said]
+    dropouts = {key: facts[key] for key in stated if facts[key] not in (None, getattr(spec, key))}
     drops = "".join(f", with {key.replace('_', ' ')} {rate:g}" for key, rate in dropouts.items())
     return replace(spec, **dropouts), said + drops
 

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from autoshard.errors import InputError, require
 from autoshard.imports.imported import ImportedRun
-from autoshard.imports.model import model_of
+from autoshard.imports.model import DROPOUTS, model_of
 from autoshard.imports.stages import chunks_of, recompute_of_stages, with_ends
 from autoshard.imports.table import Facts
 from autoshard.plan.candidate import Candidate, even_stages, parse_pins
@@ -168,6 +168,7 @@ class _QuestionBuilder:
         sizes = {axis: int(facts.get(f"layout.{axis}", 1)) for axis in _AXES}
         name, lnc = self._cluster_name()
         cluster = self._cluster(name, lnc, sizes, facts)
+        self._assume_dropouts(cluster)
         dp = cluster.num_ranks // math.prod(sizes.values()) or 1
         work = self._work(facts, dp)
         stated = QuestionOptions(
@@ -191,6 +192,17 @@ class _QuestionBuilder:
             assumed=tuple(self.assumed),
             opens_nodes=self.nodes is None and self._stated_ranks(cluster.ranks_per_node)[0] is None,
         )
+
+    def _assume_dropouts(self, cluster: Cluster) -> None:
+        """Take what the program drops where its file does not say; neuronx-distributed, in its place, drops nothing."""
+        program = self.run.program
+        usual = {key: program.defaults.get(f"model.{key}", getattr(self.model, key)) for key in DROPOUTS}
+        unsaid = {key: rate for key, rate in usual.items() if f"model.{key}" not in self.run.said}
+        changed = {key: rate for key, rate in unsaid.items() if rate != getattr(self.model, key)}
+        if changed and cluster.engine != "nxd":
+            self.model = replace(self.model, **changed)
+            rates = ", ".join(f"{key.replace('_', ' ')} {rate:g}" for key, rate in changed.items())
+            self.assume(rates, f"the default of {program.title}", f"{', '.join(changed)} of the file")
 
     def _router_losses(self, facts: Facts) -> Mapping[str, Any]:
         """Return the losses of routers that are stated; a model without experts has none, whatever a file says."""

@@ -10,8 +10,8 @@ import yaml
 from autoshard.errors import InputError
 from autoshard.imports.answer import fitting_question
 from autoshard.imports.imported import imported_run
-from autoshard.imports.programs.megatron import stages_of_layout
 from autoshard.imports.programs.megatron_model import written_model
+from autoshard.imports.programs.megatron_stages import stages_of_layout
 from autoshard.imports.question import ImportOptions, imported_question
 from autoshard.imports.table import number, truth, whole_number, words
 from autoshard.plan.recompute import Recompute
@@ -50,10 +50,17 @@ READ = [
     (MEGATRON, {"use_torch_fsdp2": True}, "layout.zero", 3),
     (MEGATRON, {"use_megatron_fsdp": True, "data_parallel_sharding_strategy": "optim"}, "layout.zero", 1),
     (MEGATRON, {"use_megatron_fsdp": True}, "layout.zero", 0),
+    (MEGATRON, {"use_megatron_fsdp": True, "data_parallel_sharding_strategy": "optim_grads"}, "layout.zero", 1),
     (MEGATRON, {"num_virtual_stages_per_pipeline_rank": 3}, "layout.vp", 3),
     (MEGATRON, {"num_layers_per_virtual_pipeline_stage": 4}, "layout.layers_per_stage", 4),
     (MEGATRON, {"pipeline_model_parallel_layout": [["embedding", "decoder"], ["decoder", "loss"]]}, "layout.stages",
      (1, 1)),
+    (MEGATRON, {"pipeline_model_parallel_layout": "Et*3|(tt|)*29,m|L"}, "layout.stages", (3, *[2] * 28, 1, 1, 0)),
+    (MEGATRON, {"pipeline_model_parallel_layout": [["embedding"], ["decoder"], ["decoder", "mtp", "loss"]]},
+     "layout.stages", (0, 1, 1)),
+    (TITAN, {"parallelism": {"fsdp_reshard_after_forward": "never"}}, "layout.zero", 1),
+    (TITAN, {"parallelism": {"fsdp_reshard_after_forward": "never", "pipeline_parallel_degree": 2}}, "layout.zero", 3),
+    (TITAN, {"parallelism": {"fsdp_reshard_after_forward": "always"}}, "layout.zero", 3),
     (MEGATRON, {"cp_comm_type": "a2a"}, "layout.cp_kind", "all_to_all"),
     (MEGATRON, {"num_distributed_optimizer_instances": 2}, "layout.replicas", 2),
     (MEGATRON, {"fp16": True, "accumulate_allreduce_grads_in_fp32": True}, "work.precision", "fp16"),
@@ -127,6 +134,26 @@ UNREAD = [
     (NXDT, {"model": {"optim": {"name": "adafactor"}}}, "optim.name = adafactor, priced as AdamW"),
 ]
 
+UNREAD += [
+    (TITAN, {"parallelism": {"fsdp_reshard_after_forward": "always", "pipeline_parallel_degree": 2}},
+     "fsdp_reshard_after_forward = always, priced as default"),
+    (TITAN, {"parallelism": {"fsdp_reshard_after_forward": "sometimes"}}, "fsdp_reshard_after_forward = sometimes"),
+]  # fmt: skip
+
+_FURTHER = "m of pipeline_model_parallel_layout is left out, as cards leave out what predicts further tokens"
+_ZERO_2 = "ZeRO-2 is priced as ZeRO-1, which holds whole gradients and sums them once a step"
+SAID = [
+    (MEGATRON, {"pipeline_model_parallel_layout": "Et*3|(tt|)*29,m|L"},
+     f"{_FURTHER}; stage 31, which has no other, takes a layer of stage 30"),
+    (MEGATRON, {"pipeline_model_parallel_layout": "Et*3|(tt|)*29mL"}, _FURTHER),
+    (TITAN, {"parallelism": {"fsdp_reshard_after_forward": "never"}}, _ZERO_2),
+    (ACCELERATE, {"fsdp_config": {"fsdp_reshard_after_forward": False}}, _ZERO_2),
+    (ACCELERATE, {"fsdp_config": {"fsdp_sharding_strategy": "HYBRID_SHARD_ZERO2"}}, _ZERO_2),
+    (ACCELERATE, {"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": 2}}, _ZERO_2),
+    (DEEPSPEED, {"zero_optimization": {"stage": 2}}, _ZERO_2),
+    (MEGATRON, {"use_megatron_fsdp": True, "data_parallel_sharding_strategy": "optim_grads"}, _ZERO_2),
+]  # fmt: skip
+
 ADAM = [
     (MEGATRON, {"optimizer": "adam"}), (MEGATRON, {"model": {"optim": {"name": "distributed_fused_adam"}}}),
     (TITAN, {"optimizer": {"name": "AdamW"}}), (DEEPSPEED, {"optimizer": {"type": "AdamW"}}),
@@ -153,6 +180,37 @@ def test_values_that_are_not_known_are_named(
     tmp_path: Path, base: dict[str, Any], keys: dict[str, Any], says: str
 ) -> None:
     assert says in run_of(tmp_path, base, keys).unread
+
+
+@pytest.mark.parametrize(("base", "keys", "says"), SAID, ids=lambda item: str(item)[:60])
+def test_what_is_priced_as_something_else_is_said(
+    tmp_path: Path, base: dict[str, Any], keys: dict[str, Any], says: str
+) -> None:
+    assert run_of(tmp_path, base, keys).remarks == (says,)
+
+
+@pytest.mark.parametrize("layout", ["Et||tL", "Et|m|tL"])
+def test_a_stage_inside_of_no_layer_is_refused(tmp_path: Path, layout: str) -> None:
+    with pytest.raises(InputError, match="stage 2 has no layer"):
+        run_of(tmp_path, MEGATRON, {"pipeline_model_parallel_layout": layout})
+
+
+def test_a_dropout_that_no_key_states_is_the_default_of_megatron(tmp_path: Path) -> None:
+    question = imported_question(run_of(tmp_path, LLAMA), ImportOptions())
+    model, name = question.request.model, "llama3-8b"
+    assert (model.name, model.hidden_dropout, model.attention_dropout) == (name, 0.1, 0.1)
+    assert question.model_from == "the card with these sizes"
+    said = "hidden dropout 0.1, attention dropout 0.1: the default of Megatron-LM"
+    assert [str(line).partition(" (")[0] for line in question.assumed if "dropout" in line.what] == [said]
+    stated: dict[str, Any] = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
+    for run, options in (
+        (run_of(tmp_path, LLAMA, stated), ImportOptions()),
+        (run_of(tmp_path, LLAMA), ImportOptions(cluster="trn1.32xlarge")),  # whose program drops nothing
+        (run_of(tmp_path, TITAN), ImportOptions(model=name)),
+    ):
+        question = imported_question(run, options)
+        assert question.request.model.attention_dropout == question.request.model.hidden_dropout == 0
+        assert not any("dropout" in line.what for line in question.assumed)
 
 
 @pytest.mark.parametrize(("base", "keys"), ADAM, ids=str)

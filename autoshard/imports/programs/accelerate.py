@@ -6,7 +6,7 @@ Length and micro-batch stand in the training script, and are options of the impo
 from typing import Any
 
 from autoshard.imports.programs.deepspeed import DEEPSPEED
-from autoshard.imports.programs.shared import FULL, NONE, accumulated, recompute_of
+from autoshard.imports.programs.shared import FULL, NONE, accumulated, recompute_of, zero_of_stage
 from autoshard.imports.table import (
     Facts,
     KeyEntry,
@@ -20,7 +20,7 @@ from autoshard.imports.table import (
     whole_number,
 )
 
-_STAGES = {"FULL_SHARD": 3, "SHARD_GRAD_OP": 1, "NO_SHARD": 0, "HYBRID_SHARD": 3, "HYBRID_SHARD_ZERO2": 1}
+_STAGES = {"FULL_SHARD": 3, "SHARD_GRAD_OP": 2, "NO_SHARD": 0, "HYBRID_SHARD": 3, "HYBRID_SHARD_ZERO2": 2}  # of ZeRO
 _NUMBERED = tuple(_STAGES)  # version 0.11 wrote numbers from 1 on
 _DISTRIBUTED = (
     "distributed_type",
@@ -36,7 +36,7 @@ def _zero(keys: Keys) -> Facts:
     kind = str(keys.get("distributed_type", "MULTI_GPU")).upper()
     if kind == "DEEPSPEED":
         stage = whole_number(keys.get("deepspeed_config.zero_stage") or 0)
-        return {"layout.zero": 3 if stage == 3 else min(stage, 1), "work.stage": stage}
+        return zero_of_stage(stage)
     if kind != "FSDP":
         return {"layout.zero": 0}
     strategy = keys.get("fsdp_sharding_strategy", keys.get("fsdp_config.sharding_strategy"))
@@ -44,8 +44,8 @@ def _zero(keys: Keys) -> Facts:
         name = str(strategy)
         name = _NUMBERED[int(name) - 1] if name.isdecimal() and 1 <= int(name) <= len(_NUMBERED) else name
         hybrid = {"layout.shards_in_node": True} if name.startswith("HYBRID") else {}
-        return {"layout.zero": _STAGES.get(name, 3), **hybrid}
-    return {"layout.zero": 3 if str(keys.get("fsdp_reshard_after_forward", True)).lower() == "true" else 1}
+        return {**zero_of_stage(_STAGES.get(name, 3)), **hybrid}
+    return zero_of_stage(3 if str(keys.get("fsdp_reshard_after_forward", True)).lower() == "true" else 2)
 
 
 def _written_zero(facts: Facts) -> Keys:

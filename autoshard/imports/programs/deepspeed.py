@@ -5,7 +5,15 @@ The model, the length of its sequences and the stages of a pipeline stand in the
 
 from typing import Any
 
-from autoshard.imports.programs.shared import FULL, NONE, accumulated, accumulation, optimizer, recompute_of
+from autoshard.imports.programs.shared import (
+    FULL,
+    NONE,
+    accumulated,
+    accumulation,
+    optimizer,
+    recompute_of,
+    zero_of_stage,
+)
 from autoshard.imports.table import Facts, KeyEntry, Keys, Limits, OtherProgram, read_only, truth, whole_number
 
 _AUTO = "auto"
@@ -18,7 +26,7 @@ _GROUP = "zero_optimization.zero_hpz_partition_size"
 def _zero(keys: Keys) -> Facts:
     stage, group = (whole_number(keys.get(key) or default) for key, default in ((_STAGE, 0), (_GROUP, 1)))
     weights = {"layout.weight_group": group} if stage == 3 and group > 1 else {}
-    return {"layout.zero": 3 if stage == 3 else min(stage, 1), "work.stage": stage, **weights}
+    return {**zero_of_stage(stage), **weights}
 
 
 def _written_zero(facts: Facts) -> Keys:

@@ -4,12 +4,9 @@ NVIDIA/Megatron-LM d98e8a6 (megatron/training/arguments.py), NVIDIA-NeMo/Megatro
 (src/megatron/bridge/recipes), NVIDIA/NeMo 8cfedd7 (nemo/collections/llm/recipes).
 """
 
-import re
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import cast
 
-from autoshard.errors import InputError
 from autoshard.imports.programs.megatron_kernels import KERNELS, LIBRARIES
 from autoshard.imports.programs.megatron_model import (
     EXPERTS,
@@ -22,6 +19,7 @@ from autoshard.imports.programs.megatron_model import (
     written_heads,
     written_model,
 )
+from autoshard.imports.programs.megatron_stages import STAGES
 from autoshard.imports.programs.shared import (
     ADAPTERS,
     BATCH,
@@ -35,6 +33,7 @@ from autoshard.imports.programs.shared import (
     recompute_of,
     rope,
     selective,
+    zero_of_stage,
 )
 from autoshard.imports.table import (
     Facts,
@@ -55,65 +54,6 @@ _OPS_OF_MODULES: Mapping[str, str] = {  # --recompute-modules -> sets of the ker
     "core_attn": "core_attn", "layernorm": "layernorm", "mlp": "mlp", "moe_act": "mlp_act",
     "mla_up_proj": "mla_up_proj", "moe": "moe", "shared_experts": "shared_experts",
 }  # fmt: skip
-_REPEATED_PARTS, _REPEATED_LETTER = re.compile(r"\(([^)]+)\)\*(\d+)"), re.compile(r"(.)\*(\d+)")
-_MOST_PARTS = 65_536
-
-
-def stages_of_layout(text: str) -> tuple[int, ...]:
-    """Return the layers of each stage of ``--pipeline-model-parallel-layout``.
-
-    >>> stages_of_layout("Et*3|(tt|)*29,m|L")[:3], stages_of_layout("Ettt|tttL")
-    ((3, 2, 2), (3, 3))
-    """
-    text = text.replace(",", "").strip()
-    for pattern in (_REPEATED_PARTS, _REPEATED_LETTER):
-        counts = [int(match[2][:9]) for match in pattern.finditer(text)]
-        if sum(counts) > _MOST_PARTS:
-            raise InputError.of("", f"repeats more than {_MOST_PARTS} parts")
-        text = pattern.sub(lambda match: match[1] * int(match[2][:9]), text)
-    if not text or set(text) - set("EtmL|"):
-        raise InputError.of("", f"{text!r} is not a layout such as 'Ettt|ttL'")
-    return tuple(stage.count("t") for stage in text.split("|"))
-
-
-def layout_of_stages(stages: tuple[int, ...]) -> str:
-    """Write stages as a layout.
-
-    >>> layout_of_stages((3, 4, 4, 3)), layout_of_stages((0, 4, 4, 0))
-    ('Et*3|t*4|t*4|t*3L', 'E|t*4|t*4|L')
-    """
-    cut = [f"t*{count}" if count else "" for count in stages]
-    return "E" + "|".join(cut) + "L"
-
-
-def _layout(keys: Keys) -> Facts:
-    value = keys["pipeline_model_parallel_layout"]
-    if value is None or value == "":
-        return {}
-    if isinstance(value, list):
-        rows = cast(list[object], value)
-        stages = tuple(words(row).count("decoder") for row in rows)
-    else:
-        stages = stages_of_layout(str(value))
-    if 0 in stages[1:-1]:
-        raise InputError.of("", f"stage {stages.index(0, 1) + 1} has no layer; here only the first and the last may")
-    return {"layout.stages": stages, "layout.num_stages": len(stages)}
-
-
-def _chunks(keys: Keys) -> Facts:
-    if (chunks := keys.get("num_virtual_stages_per_pipeline_rank")) is not None:
-        return {"layout.vp": whole_number(chunks)}
-    if (chunks := keys.get("virtual_pipeline_model_parallel_size")) is not None:
-        return {"layout.vp": whole_number(chunks)}
-    layers = keys.get("num_layers_per_virtual_pipeline_stage")
-    return {} if layers is None else {"layout.layers_per_stage": whole_number(layers)}
-
-
-def _written_stages(facts: Facts) -> Keys:
-    stages, vp = facts["layout.stages"], facts.get("layout.vp", 1)
-    if len(stages) > 1 and len(set(stages)) > 1:
-        return {"pipeline_model_parallel_layout": layout_of_stages(stages)}
-    return {"num_virtual_stages_per_pipeline_rank": vp} if vp > 1 else {}
 
 
 def _recompute(keys: Keys) -> Facts:
@@ -166,13 +106,15 @@ def _nemo_recompute(keys: Keys) -> Keys:
             **({"recompute_method": keys.get("activations_checkpoint_method")} if kind else {})}  # fmt: skip
 
 
+_STRATEGIES: Mapping[str, int] = {"optim": 1, "optim_grads": 2, "optim_grads_params": 3}  # -> stages of ZeRO
+
+
 def _sharding(keys: Keys) -> Facts:
     strategy = str(keys.get("data_parallel_sharding_strategy") or "no_shard")
     if truth(keys.get("use_torch_fsdp2")):
         return {"layout.zero": 3}
     if truth(keys.get("use_megatron_fsdp")) or truth(keys.get("use_custom_fsdp")):
-        zero = 3 if strategy == "optim_grads_params" else 1 if strategy.startswith("optim") else 0
-        return {"layout.zero": zero}
+        return zero_of_stage(_STRATEGIES.get(strategy, 0))
     if "use_distributed_optimizer" in keys:
         return {"layout.zero": int(truth(keys["use_distributed_optimizer"]))}
     return {}
@@ -258,6 +200,7 @@ def _written_instances(facts: Facts) -> Keys:
     return {"num_distributed_optimizer_instances": ranks // group} if group else {}
 
 
+_DEFAULTS = {"layout.zero": 0, "layout.sp": False, "layout.cp_order": "zigzag", "layout.kernels": "te"}
 MEGATRON = OtherProgram(
     name="megatron",
     title="Megatron-LM",
@@ -275,14 +218,7 @@ MEGATRON = OtherProgram(
         alias("world_size", "cluster.ranks"),
         *MESH,
         same("expert_tensor_parallel_size", "layout.etp"),
-        KeyEntry(
-            keys=(
-                "num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank",
-                "virtual_pipeline_model_parallel_size",
-            ),
-            reads=_chunks,
-        ),
-        KeyEntry(keys=("pipeline_model_parallel_layout",), reads=_layout, writes=_written_stages),
+        *STAGES,
         alias("decoder_first_pipeline_num_layers", "layout.first"),
         alias("num_layers_in_first_pipeline_stage", "layout.first"),
         alias("decoder_last_pipeline_num_layers", "layout.last"),
@@ -360,7 +296,7 @@ MEGATRON = OtherProgram(
         "deterministic_mode", "empty_unused*", "no_gradient_accumulation_fusion", "attention_softmax_in_fp32",
         "enable_*_timing", "*.fine_grained*", "DDP_impl", "*.offload_modules",
     ),
-    defaults={"layout.zero": 0, "layout.sp": False, "layout.cp_order": "zigzag", "layout.kernels": "te"},
+    defaults={**_DEFAULTS, "model.hidden_dropout": 0.1, "model.attention_dropout": 0.1},
     implied={"bf16": False},
     stages=_split,
     limits=Limits(
@@ -382,7 +318,7 @@ MEGATRON = OtherProgram(
 )  # fmt: skip
 
 # Recipes add to functions of other files, whose values are these: recipes/common.py _pretrain_common of
-# Megatron-Bridge, recipes/optim/adam.py of NeMo.
+# Megatron-Bridge, recipes/optim/adam.py of NeMo. Their models have the dropouts of their cards.
 BRIDGE = replace(
     MEGATRON,
     name="bridge",
@@ -390,6 +326,7 @@ BRIDGE = replace(
     marks=("model.tensor_model_parallel_size", "strategy.tensor_model_parallel_size", "train.micro_batch_size",
            "data.micro_batch_size"),
     bases=("_pretrain_common",),
+    defaults=_DEFAULTS,
     implied={
         "mixed_precision": "bf16_mixed", "use_distributed_optimizer": True, "overlap_grad_reduce": True,
         "grad_reduce_in_fp32": True,

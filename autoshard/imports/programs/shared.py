@@ -22,12 +22,24 @@ SIZES = (
 ADAPTERS = "trains adapters; priced as training of all weights, which takes more time and memory"
 # Names of the optimizer that is priced, without what people write differently; others have more or fewer states.
 _ADAM = ("adam", "adamw", "fusedadam", "distributedfusedadam", "adamwfp32optimparams", "torchadam", "cpuadam", "auto")
+ZERO_2 = "ZeRO-2 is priced as ZeRO-1, which holds whole gradients and sums them once a step"
 FULL, NONE = (Recompute(kind="full"),), (Recompute(),)
 
 
 def selective(names: tuple[str, ...]) -> tuple[Recompute, ...]:
     """Return selective recompute of these sets; none of no set."""
     return (Recompute(kind="selective", ops=names),) if names else NONE
+
+
+def zero_of_stage(stage: int) -> Facts:
+    """Return the facts of a stage of ZeRO.
+
+    >>> zero_of_stage(3), zero_of_stage(2)["layout.zero"]
+    ({'layout.zero': 3}, 1)
+    """
+    return (
+        {"layout.zero": 1, "remarks": [ZERO_2]} if stage == 2 else {"layout.zero": 3 if stage == 3 else min(stage, 1)}
+    )
 
 
 def part(num_layers: int) -> tuple[Recompute, ...]:

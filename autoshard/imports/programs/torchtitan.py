@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 from autoshard.errors import InputError
-from autoshard.imports.programs.shared import FULL, NONE, optimizer, recompute_of, selective
+from autoshard.imports.programs.shared import FULL, NONE, optimizer, recompute_of, selective, zero_of_stage
 from autoshard.imports.table import (
     Facts,
     KeyEntry,
@@ -31,7 +31,7 @@ _AGAIN = ("act", "attn_add", "attn_norm", "k", "k_rotary", "mlp_norm", "o", "pro
 _SCHEDULES: Mapping[str, str] = {
     "1F1B": "1f1b", "GPipe": "gpipe", "Interleaved1F1B": "interleaved", "ZBVZeroBubble": "zb_v",
 }  # fmt: skip
-_NO_ONE = (None, -1)
+_NO_ONE, _RESHARD = (None, -1), "fsdp_reshard_after_forward"
 _EMBED, _HEAD, _LAYER = "tok_embeddings", ("norm", "lm_head"), "layers."
 
 
@@ -64,6 +64,18 @@ def _written_data_parallel(facts: Facts) -> Keys:
         return {"data_parallel_replicate_degree": dp, "data_parallel_shard_degree": 1}
     replicas = dp * cp // group if group else 1
     return {"data_parallel_replicate_degree": replicas, "data_parallel_shard_degree": dp // replicas}
+
+
+def _resharded(keys: Keys) -> Facts:
+    """Read whether weights stay gathered after a forward pass; beside a pipeline they do unless it is "always".
+
+    A pipeline's weights are gathered once a step by the kernels of this program (``Kernels.keeps_units``).
+    """
+    when, is_piped = keys.get(_RESHARD), whole_number(keys.get("pipeline_parallel_degree") or 1) > 1
+    if when == "never" and not is_piped:
+        return zero_of_stage(2)
+    is_priced = when in (None, "default", "never") or (when == "always" and not is_piped)
+    return {} if is_priced else {"unread": [f"{_RESHARD} = {when}{', priced as default' if when == 'always' else ''}"]}
 
 
 def _schedule(keys: Keys) -> Facts:
@@ -225,6 +237,7 @@ TORCHTITAN = OtherProgram(
         same("expert_tensor_parallel_degree", "layout.etp"),
         KeyEntry(keys=("data_parallel_replicate_degree", "data_parallel_shard_degree"), reads=_data_parallel,
               writes=_written_data_parallel),
+        read_only(_RESHARD, "pipeline_parallel_degree", reads=_resharded),
         same("enable_sequence_parallel", "layout.sp", truth),
         KeyEntry(keys=("pipeline_parallel_schedule",), reads=_schedule, writes=_written_schedule),
         KeyEntry(keys=("module_fqns_per_model_part",), reads=_parts, writes=_written_parts),
