@@ -183,11 +183,19 @@ class Calibration:
             message = f"the rows of {self.name} name no releases, so nothing says what one changes. Leave it out"
             raise InputError.of("release", message)
         message = f"must be a number such as {software.releases[-1]}, not {release!r}"
-        require((all(part.isdecimal() for part in release.split(".")), "release", message))
-        slowed = self.running(None, _numbers(release))
+        is_number = all(part.isdecimal() and len(part) < 10 for part in release.split("."))
+        require((is_number and "." in release, "release", message))
+        majors = {str(_numbers(row)[0]) for row in software.releases}
+        message = (
+            f"{release} is of no generation of software that rows of {self.name} have: {', '.join(sorted(majors))}.x"
+        )
+        require((release.partition(".")[0] in majors, "release", message))
+        slowed, lacking = self.running(None, _numbers(release)), software.beyond(None, _numbers(release))
         slower = self.matrix_efficiency / slowed.matrix_efficiency - 1
         words = f", {slower:.1%} slower than from {software.settled} on" if slower else ""
-        return replace(slowed, basis=f"{slowed.basis}; for release {release}{words}")
+        head, colon, tail = slowed.basis.partition(":")  # a short answer prints the head
+        said = f"{head}; for release {release}{', which no row has' if lacking else ''}{words}"
+        return replace(slowed, basis=f"{said}{colon}{tail}")
 
 
 @cache

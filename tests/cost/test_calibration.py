@@ -179,12 +179,16 @@ class TestSoftware:
         old, newest, later = (found.under_release(one) for one in ("2.16", "2.24", "2.99"))
         rate = (1 + found.software.slower_per_release) ** 2
         assert old.matrix_efficiency == pytest.approx(found.matrix_efficiency / rate)
-        assert old.basis.endswith(f"for release 2.16, {rate - 1:.1%} slower than from 2.18 on")
-        assert replace(newest, basis=found.basis) == found and newest.basis.endswith("for release 2.24")
-        assert later.interval >= 0.25 and "none of these rows has release 2.99" in later.basis
-        for own, text in ((found, "x"), (found, ""), (found, "2."), (built_in("h100-80"), "2.16"), (OWN, "2.16")):
+        said, head = f"; for release 2.16, {rate - 1:.1%} slower than from 2.18 on:", found.basis.partition(":")[0]
+        assert old.basis == found.basis.replace(head + ":", head + said, 1), "in the part that a short answer prints"
+        assert replace(newest, basis=found.basis) == found and "; for release 2.24:" in newest.basis
+        assert later.interval >= 0.25 and "; for release 2.99, which no row has:" in later.basis
+        assert "none of these rows has release 2.99" in later.basis
+        for own, text in ((found, "x"), (found, ""), (found, "2."), (found, "2"), (found, "9.9"), (found, "1.20"),
+                          (built_in("h100-80"), "2.16"), (OWN, "2.16")):  # fmt: skip
             with pytest.raises(
-                InputError, match=r"^release: (must be a number such as 2\.24|the rows of .* no releases)"
+                InputError,
+                match=r"^release: (must be a number such as 2\.24|the rows of .* no releases|.* is of no generation)",
             ):
                 own.under_release(text)
 
