@@ -27,7 +27,7 @@ from autoshard.runtime.data.opened import (
     text_checksum,
     write_record,
 )
-from autoshard.runtime.data.tokenizers import CHATML, ChatTemplate, TokenizerSpec, open_tokenizer
+from autoshard.runtime.data.tokenizers import CHATML, ChatTemplate, LibraryTokenizer, TokenizerSpec, open_tokenizer
 from autoshard.runtime.generating import SpeakingModel, chooser, continued
 from autoshard.spec.model_catalogue import load_model, read_config
 from autoshard.spec.training import DataSpec, Training
@@ -148,6 +148,7 @@ def test_a_run_says_what_it_has_learned(run_folder: Path, capsys: pytest.Capture
     run = subprocess.run([*torchrun, *words], check=True, env=environment(), stdout=subprocess.PIPE, text=True)
     assert run.stdout == "abababababab"[:10] + "\n", "one rank of them prints"
     assert main(["convert", str(run_folder), "exported"]) == 0
+    assert read_config(Path("exported/config.json"))["eos_token_id"] == 256
     assert said(capsys, "exported", *asked[1:]) == "ababababab\n", "with the tokenizer that came along"
     for line in run_folder.glob("checkpoints/*/training.json"):
         line.unlink()
@@ -185,6 +186,16 @@ def test_a_run_opens_and_closes_documents_as_those_that_it_has_read(
     read_by(tmp_path / "run" / folder_of(0), replace(tokenizer.record, eos=end))
     monkeypatch.chdir(words)  # the folder has a name that leads there from everywhere
     assert json.loads(said(capsys, *asked))["tokens"] == likeliest[: likeliest.index(end) + 1]
+    words.joinpath("special_tokens_map.json").write_text(json.dumps({"eos_token": {"content": "<eos>"}, "x": 1}))
+    words.joinpath("generation_config.json").write_text(json.dumps({"eos_token_id": [7, end]}))
+    assert main(["convert", asked[0], str(tmp_path / "with words")]) == 0
+    files = {path.name: json.loads(path.read_text()) for path in (tmp_path / "with words").glob("*.json")}
+    assert isinstance(tokenizer, LibraryTokenizer)
+    token = tokenizer.library.id_to_token(end)
+    ends = {"eos_token": token, "bos_token": "<s>"}
+    assert files["tokenizer_config.json"] == ends, "what closed and opened the run's documents"
+    assert files["special_tokens_map.json"] == {"eos_token": token, "x": 1}
+    assert files["config.json"]["eos_token_id"] == end and files["generation_config.json"]["eos_token_id"] == [7, end]
     words.joinpath("tokenizer.json").write_text(words.joinpath("tokenizer.json").read_text() + " ")
     assert "is not the one that made the tokens of this run" in said(capsys, *asked, code=2)
     assert main(["convert", asked[0], str(tmp_path / "exported")]) == 2

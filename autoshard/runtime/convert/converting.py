@@ -33,8 +33,8 @@ from autoshard.runtime.convert.of_code import SAFETENSORS, code_source, module_s
 from autoshard.runtime.convert.ours import checkpoint_of, finish_ours, naming_removed, ours_outputs, ours_source
 from autoshard.runtime.convert.squares import refuse_other_sums
 from autoshard.runtime.convert.stored import WeightSource
-from autoshard.runtime.data.opened import BYTE_TOKENIZER, TokenizerRecord, sha256, tokenizer_of
-from autoshard.runtime.data.tokenizers import byte_tokenizer_files
+from autoshard.runtime.convert.words import write_ends, write_tokenizer
+from autoshard.runtime.data.opened import tokenizer_of
 from autoshard.spec.hf_reader import PACKED
 from autoshard.spec.hf_writing import config_of
 from autoshard.spec.model import ModelSpec
@@ -311,18 +311,13 @@ def _finish(conversion: Conversion, source_model: _SourceModel, outputs: list[Ta
         finish_hf(aside, outputs, source_model.config)
     elif source_model.config:
         write_json(beside / CONFIG, source_model.config)
-    if conversion.form == "hf" and (checkpoint := checkpoint_of(conversion.source)):
-        _write_tokenizer(tokenizer_of(checkpoint[0]), beside, stated=conversion.tokenizer is not None)
-    for folder in (source_model.folder, conversion.tokenizer):
-        if folder:
-            copy_companions(folder, beside)
-
-
-def _write_tokenizer(tokenizer: TokenizerRecord | None, folder: Path, *, stated: bool) -> None:
-    """Write the tokenizer of a run's data, if it is bytes or lies here; one of a hub is named to ``--tokenizer``."""
-    if tokenizer == BYTE_TOKENIZER:
-        for file, content in byte_tokenizer_files().items():
-            write_json(folder / file, content)
-    elif tokenizer and not stated and (file := Path(tokenizer.name) / "tokenizer.json").is_file():
-        tokenizer.refuse_other(sha256(file))
-        copy_companions(file.parent, folder)
+    checkpoint = checkpoint_of(conversion.source) if conversion.form == "hf" else None
+    record = tokenizer_of(checkpoint[0]) if checkpoint else None
+    if source_model.folder:
+        copy_companions(source_model.folder, beside)
+    if record and not conversion.tokenizer:
+        write_tokenizer(record, beside)
+    if conversion.tokenizer:
+        copy_companions(conversion.tokenizer, beside)
+    if record:
+        write_ends(record, beside)
