@@ -9,7 +9,7 @@ from autoshard.plan.plan import Plan
 from autoshard.report.sheet import Cell, Node, Sheet, Table, Words
 from autoshard.report.words import compiled_words, counted, prediction_of, ranks_text
 from autoshard.run.other_programs import BusyProcessors
-from autoshard.run.reports import DryRank, Measured, RunReport, TimedStep, with_nulls
+from autoshard.run.reports import DryRank, Measured, RunReport, TimedStep, losses_of, with_nulls
 from autoshard.spec.kernels import load_kernels
 from autoshard.units import format_bytes, format_count, format_seconds, format_wait
 
@@ -69,7 +69,7 @@ def step_line(
     """
     parts = {
         "step": f"step {step.number:{len(str(num_steps))}}/{num_steps}",
-        "loss": f"loss {step.loss:.4f}",
+        "loss": "no loss" if step.loss is None else f"loss {step.loss:.4f}",
         "norm": f"norm {step.norm:.3f}",
         "rate": "" if step.learning_rate is None else f"lr {step.learning_rate:.2e}",
         "time": format_seconds(step.time_s),
@@ -114,9 +114,11 @@ def ending_lines(steps: Sequence[Mapping[str, Any]], evaluations: Sequence[Mappi
     if not steps:
         return []
     time_s = sum(step["time_s"] + step.get("waited_s", 0.0) for step in steps)
-    tokens, losses = sum(step["tokens"] for step in steps), [step["loss"] for step in (steps[0], steps[-1])]
-    curve = " -> ".join("not finite" if loss is None else f"{loss:.4f}" for loss in losses)
-    lines = [f"loss {curve} in {counted(len(steps), 'step')}: {tokens:,} tokens in {format_wait(time_s)}"]
+    tokens, losses = sum(step["tokens"] for step in steps), losses_of(steps)
+    ends = [losses[0], losses[-1]] if losses else []
+    curve = " -> ".join("not finite" if loss is None else f"{loss:.4f}" for loss in ends)
+    loss = f"loss {curve}" if ends else "no loss"
+    lines = [f"{loss} in {counted(len(steps), 'step')}: {tokens:,} tokens in {format_wait(time_s)}"]
     if best := [line for line in evaluations if line["best"]]:
         figures = f"{best[-1]['loss']:.4f} (perplexity {best[-1]['perplexity']:.2f})"
         lines.append(f"lowest evaluation loss {figures} after step {best[-1]['step']}")

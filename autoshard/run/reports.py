@@ -2,7 +2,7 @@
 
 import math
 import statistics
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -71,7 +71,7 @@ class TimedStep:
     """One optimizer step as all ranks saw it, and how long the slowest took."""
 
     number: int  # from 1
-    loss: float
+    loss: float | None  # None where no token of its samples counts, as where none has an answer
     norm: float
     time_s: float
     num_tokens: int
@@ -82,6 +82,11 @@ class TimedStep:
     phase: Phase = "steady"
     router: RouterReport | None = None  # None of a model without experts, and of engines that do not look
     norms: NormsReport | None = None  # in every so many steps, as the recipe asks
+
+    @property
+    def finite(self) -> bool:
+        """Whether its norm is a number, and its loss, if it has one."""
+        return math.isfinite(self.loss or 0.0) and math.isfinite(self.norm)
 
     @property
     def tokens_per_s(self) -> float:
@@ -99,6 +104,15 @@ def with_nulls(record: Mapping[str, Any]) -> dict[str, Any]:
         name: str(value) for name, value in record.items() if isinstance(value, float) and not math.isfinite(value)
     }
     return {**record, **dict.fromkeys(strange), **({"nonfinite": strange} if strange else {})}
+
+
+def losses_of(steps: Iterable[Mapping[str, Any]]) -> list[float | None]:
+    """Return the losses of records of steps, None of those that are not finite; steps without an answer have none.
+
+    >>> losses_of([{"loss": 2.5}, {"loss": None, "nonfinite": {"loss": "nan"}}, {"loss": None}])
+    [2.5, None]
+    """
+    return [step["loss"] for step in steps if step["loss"] is not None or "loss" in step.get("nonfinite", ())]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

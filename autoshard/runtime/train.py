@@ -259,8 +259,9 @@ class _Loop:
         activity.begin(0)
         if recorded := profile.write():
             self._say(f"step {number}: {recorded}")
-        if not any(batch["token_weight"].any() for batch in prepared.batches):
-            none = f"step {number} counts no token: none of its samples has an answer, so its loss of 0 says nothing"
+        counts = any(batch["token_weight"].any() for batch in prepared.batches)
+        if not counts:
+            none = f"step {number} counts no token: none of its samples has an answer, so it has no loss"
             self._say(f"{none}. Only decay, moments and losses of routers move weights")
         num_tokens = sum(batch["tokens"].size for batch in prepared.batches)
         self._state = replace(
@@ -270,7 +271,8 @@ class _Loop:
         self._rescue.end_changing()
         of_device = device != HOST and hasattr(torch.accelerator, "max_memory_allocated")
         timed = TimedStep(
-            number=number, loss=report.loss, norm=report.norm, time_s=time_s, num_tokens=num_tokens, learning_rate=rate,
+            number=number, loss=report.loss if counts else None, norm=report.norm, time_s=time_s, num_tokens=num_tokens,
+            learning_rate=rate,
             waited_s=prepared.waited_s, updated=report.updated, router=report.router, norms=report.norms,
             memory_bytes=torch.accelerator.max_memory_allocated() if of_device
             else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,

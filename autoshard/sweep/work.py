@@ -27,6 +27,7 @@ from autoshard.extensions import EXTENSIONS, load_extension
 from autoshard.files import replace_text
 from autoshard.plan.codec import dump, load, plan_hash
 from autoshard.plan.plan import Plan
+from autoshard.run.reports import losses_of
 from autoshard.search.ask.api import request_of
 from autoshard.search.ask.choice.doubt import DOUBT
 from autoshard.search.ask.no_plan import unanswered
@@ -217,7 +218,7 @@ def _ran(job: SweepJob, point: SweepPoint, plan: Plan, started: Start | None) ->
         "measured_over_predicted": step["measured"] / step["predicted"] if at_home else None,
         "measured_state_bytes": max(state_bytes, default=0),
         "num_steps": len(steps),
-        "last_loss": steps[-1]["loss"],
+        "last_loss": (losses_of(steps) or [None])[-1],
     }
 
 

@@ -67,7 +67,11 @@ def test_a_step_without_an_answer_says_so_and_lines_to_type_are_quoted(capsys: p
     run = ["run", "plan.json", "--steps", "3", "--data.set", "sft=1", "--data.loss-on", "answers", "--out", "a b/c"]
     assert main(run) == 0
     said = capsys.readouterr().out
-    assert "counts no token: none of its samples has an answer, so its loss of 0 says nothing" in said
+    assert "counts no token: none of its samples has an answer, so it has no loss" in said
+    steps = [json.loads(line) for line in Path("a b/c/metrics.jsonl").read_text("utf-8").splitlines()]
+    losses = [step["loss"] for step in steps]
+    assert None in losses and 0 not in losses and not any("nonfinite" in step for step in steps)
+    assert f"step {losses.index(None) + 1}/3   no loss   norm" in said
     assert (
         "next: autoshard generate 'a b/c' --prompt" in said
         and "autoshard report 'a b/c/plan.json' --run 'a b/c'" in said

@@ -16,7 +16,7 @@ from autoshard.report.watch.content import read_run
 from autoshard.report.words import prediction_of
 from autoshard.run.folder import PLAN, REPORT
 from autoshard.run.other_programs import BusyProcessors
-from autoshard.run.reports import with_nulls
+from autoshard.run.reports import losses_of, with_nulls
 from autoshard.spec.files import read_data
 from autoshard.spec.record import decode
 
@@ -48,7 +48,7 @@ def figures_of(plan: Plan, run: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a run measured of a step so far, and what was predicted of it: of a run that has ended, before it."""
     predicted, steps = prediction_of(plan), run["steps"]
     steady = [step["time_s"] for step in steps if step["phase"] == "steady"] or [step["time_s"] for step in steps]
-    ended = run["step_time_s"]
+    ended, losses = run["step_time_s"], losses_of(steps) or [None]
     step_s = ended["measured"] if ended else statistics.median(steady)
     before = ended or {"predicted": predicted.step_time_s, "low": predicted.low_s, "high": predicted.high_s}
     speed, then = predicted.step_time_s / step_s, predicted.step_time_s / before["predicted"]
@@ -57,7 +57,7 @@ def figures_of(plan: Plan, run: Mapping[str, Any]) -> dict[str, Any]:
             "step_time_s": step_s,
             "tokens_per_s": predicted.tokens_per_s * speed,
             "mfu": predicted.mfu * speed,
-            "losses": {"first": steps[0]["loss"], "last": steps[-1]["loss"]},
+            "losses": dict(zip(("first", "last"), (losses[0], losses[-1]), strict=True)),
         },
         "predicted": {
             "step_time_s": before["predicted"],

@@ -1,6 +1,5 @@
 """What the folder of a run holds at a moment, read without changing anything in it, from any machine that sees it."""
 
-import math
 import os
 import re
 import socket
@@ -209,9 +208,9 @@ def _logged(record: Mapping[str, Any]) -> LoggedStep | None:
             **record,
             **{name: float(text) for name, text in record.get("nonfinite", {}).items()},
         }
-        rate, memory_bytes = numbers.get("learning_rate"), numbers.get("memory_bytes")
+        rate, memory_bytes, loss = numbers.get("learning_rate"), numbers.get("memory_bytes"), numbers["loss"]
         step = TimedStep(
-            number=_count(numbers["step"]), loss=float(numbers["loss"]), norm=float(numbers["norm"]),
+            number=_count(numbers["step"]), loss=loss if loss is None else float(loss), norm=float(numbers["norm"]),
             time_s=max(1e-9, _bounded(numbers["time_s"])), num_tokens=_count(numbers["tokens"]),
             learning_rate=None if rate is None else _bounded(rate), waited_s=_bounded(numbers.get("waited_s") or 0.0),
             updated=bool(numbers.get("updated", True)), phase=_PHASES[numbers.get("phase", "steady")],
@@ -302,8 +301,3 @@ def _checkpoints(place: Path) -> tuple[SeenCheckpoint | None, int | None]:
             continue
         return SeenCheckpoint(step=step, at=at, num_bytes=num_bytes), saving
     return None, saving
-
-
-def step_is_finite(step: TimedStep) -> bool:
-    """Say whether the numbers of a step are finite."""
-    return math.isfinite(step.loss) and math.isfinite(step.norm)

@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 
 from autoshard.plan.plan import Plan
-from autoshard.report.watch.content import LoggedStep, step_is_finite
+from autoshard.report.watch.content import LoggedStep
 from autoshard.run.reports import SLOWER, WINDOW
 from autoshard.spec.cluster import LOCAL
 from autoshard.spec.training import Training
@@ -36,16 +36,17 @@ def drifts_of(
 
 def _loss(steps: Sequence[LoggedStep]) -> Iterator[str]:
     last = [logged.step for logged in steps[-WINDOW:]]
-    strange = [step for step in last if not step_is_finite(step)]
+    strange = [step for step in last if not step.finite]
     if strange:
-        yield f"step {strange[-1].number}: loss {strange[-1].loss:g}, gradient norm {strange[-1].norm:g}"
+        loss = "" if strange[-1].loss is None else f"loss {strange[-1].loss:g}, "
+        yield f"step {strange[-1].number}: {loss}gradient norm {strange[-1].norm:g}"
     if skipped := sum(not step.updated for step in last):
         yield f"{skipped} of the last {len(last)} updates were skipped"
     for number in range(len(steps) - 1, max(_FEW, len(steps) - WINDOW) - 1, -1):
         losses = [logged.step.loss for logged in steps[max(0, number - WINDOW) : number]]
-        before = list(filter(math.isfinite, losses))
+        before = [loss for loss in losses if loss is not None and math.isfinite(loss)]
         loss = steps[number].step.loss
-        if len(before) < _FEW or not math.isfinite(loss):
+        if len(before) < _FEW or loss is None or not math.isfinite(loss):
             continue
         middle = statistics.median(before)
         deviation = _SIGMA * statistics.median(abs(earlier - middle) for earlier in before)

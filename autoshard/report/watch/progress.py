@@ -86,7 +86,7 @@ class RunProgress:
     left_s: float | None
     idle_s: float | None  # since the last step, while the run is under way
     last: LoggedStep | None
-    losses: tuple[tuple[int, float | None], ...]  # by step; None where not finite
+    losses: tuple[tuple[int, float | None], ...]  # by step; None where not finite, or of no answer
     times: tuple[tuple[int, float], ...]  # of the same steps, but for those that warm up
     pace: SeenPace | None
     memory: SeenMemory | None
@@ -129,7 +129,7 @@ def progress_of(folder: RunFolder, now: float) -> RunProgress:
         num_ranks=plan.mesh.num_ranks if plan else None,
         step=step, num_steps=num_steps, left_s=_left_s(current, num_steps) if state == "running" else None,
         idle_s=idle_s if under_way else None, last=last, pace=pace,
-        losses=tuple((step.number, step.loss if math.isfinite(step.loss) else None) for step in shown),
+        losses=tuple((step.number, step.loss if math.isfinite(step.loss or 0.0) else None) for step in shown),
         times=tuple((step.number, step.time_s) for step in shown if step.phase == "steady"),
         memory=_memory(plan, last), checkpoint=checkpoint,
         saving=folder.saving if under_way or state == "saving" else None,

@@ -38,8 +38,8 @@ def _routed(router: Node) -> tuple[Cell, tuple[Cell, ...]]:
 
 
 def _finite(step: Node, key: str, text: Callable[[float], str]) -> Cell:
-    """Return a number of a step; one that is not finite by its name."""
-    return step["nonfinite"][key].value if step[key].value is None else step[key].figure(text)
+    """Return a number of a step; one that is not finite by its name, a loss that no answer makes as none."""
+    return step[key].figure(text) if step[key].value is not None else step.at("nonfinite", key).value or "none"
 
 
 def ranks_sheet(progress: RunProgress) -> Sheet:

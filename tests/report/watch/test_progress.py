@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 
 from autoshard.errors import InputError
+from autoshard.report.sheet import Node
 from autoshard.report.watch.content import read_run
 from autoshard.report.watch.drifts import drifts_of
+from autoshard.report.watch.sheets import headline_sheet
 from autoshard.report.watch.structured import progress_json
 from autoshard.runtime.folder import holds_files
 from autoshard.spec.record import encode
@@ -86,6 +88,17 @@ def test_a_run_under_way(tmp_path: Path) -> None:
     assert now.checkpoint.age_s == pytest.approx(8) and now.saving == 40
     assert now.starts == (0,) and now.drifts == now.remarks == now.behind == ()
     assert json.loads(json.dumps(progress_json(now)))["pace"]["inside"] is True
+
+
+def test_steps_without_an_answer_have_no_loss_and_are_no_drift(tmp_path: Path) -> None:
+    made_run(tmp_path, steps_of(40, loss=lambda n: None if n % 5 == 0 else 3.0))
+    with held(tmp_path):
+        now = seen(tmp_path)
+    assert now.drifts == () and now.step == 40 and now.losses[38:] == ((39, 3.0), (40, None))
+    assert now.last and now.last.step.loss is None and now.last.step.finite
+    figures = Node(progress_json(now))
+    (loss,) = [fact for fact in headline_sheet(now, figures).facts if fact.name == "loss"]
+    assert loss.value == "none"
 
 
 def test_a_plan_about_another_machine_is_compared_with_nothing(tmp_path: Path) -> None:
