@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -169,7 +169,7 @@ class _Loop:
         if not (evaluated.best and judging.keep_best and self._saves):
             return False
         if self._saver.busy:
-            self._conclude()
+            self._conclude("tries again")
         self._begin_save()
         return True
 
@@ -327,7 +327,7 @@ class _Loop:
         by_steps = keeping.every_steps is not None and number % keeping.every_steps == 0
         return self._owes or by_steps or (keeping.every_minutes is not None and since_s > 60 * keeping.every_minutes)
 
-    def _conclude(self) -> None:
+    def _conclude(self, then: Literal["goes on", "tries again", "ends"] = "goes on") -> None:
         """Take note of how a save ended; after a failure training goes on, and the next try comes soon."""
         while not self._saver.done:  # the thread that saves has its own patience
             self._run.activity.wait("the checkpoint to be saved", of_storage=True)
@@ -341,8 +341,9 @@ class _Loop:
                 before = self._saved_state
                 best = {name: getattr(before, name) for name in ("best_step", "best_loss", "judged_by")}
                 self._state = replace(self._state, **best)
-            again = f"The next try is in {self._retry_s:.0f} s or at the end"
-            self._say(f"step {saved.step} was not saved: {self._failure}. {again}")
+            soon = f". The next try is in {self._retry_s:.0f} s or at the end"
+            again = {"goes on": soon, "tries again": ". The next try begins", "ends": ""}[then]
+            self._say(f"step {saved.step} was not saved: {self._failure}{again}")
             return
         self._retry_s, self._saved_state = 0.0, self._saving_state
         self._say(saved)
@@ -350,10 +351,10 @@ class _Loop:
     def _save_last(self, *, prunes: bool = True) -> None:
         """Save the state, unless it is saved already."""
         if self._saver.busy:
-            self._conclude()
+            self._conclude("tries again")
         if self._saves and (self._saved_state != self._state or self._failure):
             self._begin_save(prunes=prunes)
-            self._conclude()
+            self._conclude("ends")
 
     def _begin_save(self, *, prunes: bool = True) -> None:
         """Begin to save the state; one that is yet to be judged is saved again, and until then the one before stays."""

@@ -242,6 +242,8 @@ def test_of_two_runs_with_one_place_the_second_to_save_fails_and_touches_nothing
     assert found.curve == begins(curve) and found.report is not None and not found.saved_steps
     said = "both/step-00000002: was saved by another run meanwhile. Give each run a checkpoint.to"
     assert said in found.report.unsaved
+    failures = [line for line in found.notes.splitlines() if "was not saved" in line]
+    assert ["The next try is in" in line for line in failures] == [True] * (len(failures) - 1) + [False], "none is left"
     assert [one.name for one in (tmp_path / "both").iterdir()] == ["step-00000002"]
 
 
