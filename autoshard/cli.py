@@ -11,6 +11,7 @@ from typing import TextIO
 
 from autoshard.commands import COMMANDS, EVERYDAY, EXAMPLES, MEANT, command_of
 from autoshard.errors import AutoshardError, InputError, close_names, nearest
+from autoshard.units import counted
 from autoshard.version import __version__
 
 _RARELY = (1_000_000, 20, 20)  # measured: looking for cycles of objects takes a twentieth of a planning process
@@ -33,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for fault in error.faults[:_MOST_FAULTS]:
             _complain(" ".join(str(fault).split()))
         if len(error.faults) > _MOST_FAULTS:
-            _complain(f"and {len(error.faults) - _MOST_FAULTS} faults more")
+            _complain(f"and {counted(len(error.faults) - _MOST_FAULTS, 'fault')} more")
         return error.exit_code
     except AutoshardError as error:
         _complain(str(error))

@@ -127,3 +127,12 @@ def _scaled(value: float, base: int, units: tuple[str, ...], beside: float = 0) 
 def _power(size: float, base: int, num_units: int) -> int:
     """Return the number of the largest unit that is no larger than a size."""
     return next((power for power in range(num_units - 1) if size < base ** (power + 1)), num_units - 1)
+
+
+def counted(count: int, noun: str, plural: str = "s", *, form: str = "d") -> str:
+    """Write a number, in a format, with its noun.
+
+    >>> counted(1, "rank"), counted(2, "micro-batch", "es"), counted(4096, "token", form=",")
+    ('1 rank', '2 micro-batches', '4,096 tokens')
+    """
+    return f"{count:{form}} {noun}{'' if count == 1 else plural}"

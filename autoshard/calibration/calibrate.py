@@ -13,6 +13,7 @@ from autoshard.calibration.validate import validated
 from autoshard.cost.calibration import Calibration
 from autoshard.errors import Fault, InputError, require
 from autoshard.spec.cluster_catalogue import load_node_type
+from autoshard.units import counted
 
 _LEAST_ROWS = 3
 _WIDEST = 0.95  # an interval that files may state
@@ -72,7 +73,7 @@ def samples_in(path: Path, cluster: str, date: str | None = None) -> FitSamples:
     """Return the rows of a path that a fit can use, or say why they are too few."""
     timed = timed_rows(path, cluster)
     name, count, left_out = load_node_type(cluster).name, len(timed.runs), timed.rows.left_out_lines
-    few = f"{count} rows of {name} with a step_time_s are too few; a fit needs {_LEAST_ROWS}"
+    few = f"{counted(count, 'row')} of {name} with a step_time_s: too few, a fit needs {_LEAST_ROWS}"
     alone = "all rows are of one layout; a fit needs two, to predict one from the other"
     several = len({run for _, run in timed.runs}) > 1
     try:
@@ -93,10 +94,6 @@ def samples_in(path: Path, cluster: str, date: str | None = None) -> FitSamples:
     return FitSamples(samples=timed.samples, newest=newest, left_out=(*left_out, *wrong), suspected=frozenset(named))
 
 
-def _counted(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
-
-
 def fit(fit_samples: FitSamples, name: str, least_interval: float | None = None) -> Calibration:
     """Fit the constants of a cluster to its runs, and say what they rest on.
 
@@ -115,7 +112,7 @@ def fit(fit_samples: FitSamples, name: str, least_interval: float | None = None)
     if least_interval is not None:
         inside = sum(size <= math.log1p(interval) for size in sizes) / len(sizes)
     newest, software = fit_samples.newest, constants.software
-    count, layouts = _counted(len(samples), "row"), _counted(rests_on.num_layouts, "layout")
+    count, layouts = counted(len(samples), "row"), counted(rests_on.num_layouts, "layout")
     rows = f"{count} of {', '.join(sorted({run.cluster.name for run in runs}))}"
     newest += f", release {software.releases[-1]}" if software and software.releases else ""
     within = f"{inside:.0%} of rows are within it when their {rests_on.left_out_by} is left out of the fit"

@@ -19,6 +19,7 @@ from autoshard.spec.cluster_catalogue import NodeType, cluster_names, load_clust
 from autoshard.spec.model import ModelSpec
 from autoshard.spec.model_catalogue import load_model, model_names
 from autoshard.spec.workload import EXPERT_IMBALANCE, ROUTER_TRAINING, Workload
+from autoshard.units import counted
 
 T = TypeVar("T")
 _AXES = ("tp", "pp", "vp", "cp", "ep")
@@ -154,7 +155,7 @@ class _RowReader:
 
     def candidate(self, cluster: Cluster, model: ModelSpec) -> Candidate | None:
         """Read the layout: that of the columns, or one that is stated as a whole; columns may say the same as that."""
-        row, has = self.row, f"{cluster.num_nodes} x {cluster.name} has {cluster.num_ranks}"
+        row, has = self.row, f"{cluster.num_nodes} x {cluster.name} has {counted(cluster.num_ranks, 'rank')}"
         if row.candidate is None:
             return self._from_columns(cluster, model, has)
         with inside("candidate"):
@@ -165,7 +166,8 @@ class _RowReader:
         require(
             *((says in (None, size), name, f"is {says}, but candidate says {size}")
               for name, (says, size) in columns.items()),
-            (stated.num_ranks == cluster.num_ranks, "candidate", f"uses {stated.num_ranks} ranks, but {has}"),
+            (stated.num_ranks == cluster.num_ranks, "candidate",
+             f"uses {counted(stated.num_ranks, 'rank')}, but {has}"),
         )  # fmt: skip
         return stated
 
@@ -186,7 +188,7 @@ class _RowReader:
             self.assumed["pipeline_schedule"] = schedule
         inner = sizes["tp"] * sizes["pp"] * sizes["cp"]
         dp = row.dp or max(1, cluster.num_ranks // inner)
-        require((inner * dp == cluster.num_ranks, "dp", f"tp*pp*cp*dp is {inner * dp}, but {has} ranks"))
+        require((inner * dp == cluster.num_ranks, "dp", f"tp*pp*cp*dp is {inner * dp}, but {has}"))
         self.assumed |= {"dp": str(dp)} if row.dp is None else {}
         if sizes["pp"] == 1:  # there is no order to choose
             self.assumed.pop("vp", None)

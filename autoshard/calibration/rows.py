@@ -21,6 +21,7 @@ from autoshard.spec.kernels import load_kernels, table_fault
 from autoshard.spec.model_catalogue import load_model, model_names
 from autoshard.spec.record import encode
 from autoshard.spec.workload import BalancedOver, Documents, Optimizer, Precision
+from autoshard.units import counted
 
 # short: ended, or was stopped, before its times had settled; crashed: took no step, perhaps because memory ran out
 Kind = Literal["run", "rehearsal", "short", "crashed"]
@@ -215,7 +216,11 @@ class MeasuredRows:
         placed: list[tuple[str, int, str]] = []
         for where, error in self.left_out.items():
             file, _, number = where.rpartition(" line ")
-            more = f", and {len(error.faults) - _MOST_FAULTS} faults more" if len(error.faults) > _MOST_FAULTS else ""
+            more = (
+                f", and {counted(len(error.faults) - _MOST_FAULTS, 'fault')} more"
+                if len(error.faults) > _MOST_FAULTS
+                else ""
+            )
             says = "; ".join(map(str, error.faults[:_MOST_FAULTS])) + more
             placed.append((file, int(number), says) if number.isdigit() else (where, 0, says))
         lines: list[Fault] = []

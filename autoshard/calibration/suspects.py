@@ -163,7 +163,8 @@ def _words(distance: float, count: int) -> str:
     >>> _words(math.log(0.5), 4)
     'took 0.5 times what 4 neighbours say, as a row would whose batch is stated twice as large as it was'
     """
-    text = f"took {math.exp(distance):.2g} times what {f'{count} neighbours say' if count else 'is predicted'}"
+    theirs = "1 neighbour says" if count == 1 else f"{count} neighbours say" if count else "is predicted"
+    text = f"took {math.exp(distance):.2g} times what {theirs}"
     between = [f": {factor} lies between {units}" for factor, units in _TIMES.items()
                if abs(abs(distance) - math.log(factor)) < _NEAR]  # fmt: skip
     if between:

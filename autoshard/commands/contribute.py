@@ -10,7 +10,7 @@ from autoshard.commands.output import print_answer, print_left_out, write_text
 from autoshard.commands.writing.places import place_checks
 from autoshard.errors import require
 from autoshard.spec.record import encode
-from autoshard.units import format_seconds
+from autoshard.units import counted, format_seconds
 
 _NOT_IN_IT = (
     "not in it: paths, names of hosts, people, data, models of your own and trackers, command lines, losses, weights. "
@@ -63,6 +63,6 @@ def _pairs(told: object) -> str:
 
 
 def _line(row: MeasuredRow) -> str:
-    size = f"{row.seq_len} tokens x {row.global_batch_seqs}"
+    size = f"{counted(row.seq_len, 'token')} x {row.global_batch_seqs}"
     assert row.step_time_s is not None, "a contributed row is timed"
     return f"  {row.model} on {row.platform}, {size}, {row.candidate}: {format_seconds(row.step_time_s)} a step"

@@ -27,7 +27,6 @@ from autoshard.report.brief import brief_sheets
 from autoshard.report.plan_sheets import frontier_sheets, plan_sheets, rejections_sheet
 from autoshard.report.sheet import Sheet, Words
 from autoshard.report.structured import answers_json, candidate_json, frontier_json, total_json
-from autoshard.report.words import counted
 from autoshard.search.ask.answers import NAMES, PlanResult, answers_of
 from autoshard.search.ask.api import request_of
 from autoshard.search.ask.choice.doubt import DOUBT, Within
@@ -37,7 +36,7 @@ from autoshard.search.bound.request import Request, rejections_of, resolved
 from autoshard.search.fill.stage_filling import EVERYTHING, PROVEN, Effort
 from autoshard.spec.model import ModelSpec
 from autoshard.spec.recipe import Pins, QuestionOptions
-from autoshard.units import format_bytes, format_seconds
+from autoshard.units import counted, format_bytes, format_seconds
 
 _PLANS = 3  # that are shown
 _MOST_PLANS = 100  # every plan that is shown is predicted in full, a few milliseconds each

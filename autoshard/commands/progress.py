@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from autoshard.search.bound.watch import Look, SearchProgress
-from autoshard.units import format_bytes, format_seconds, format_wait
+from autoshard.units import counted, format_bytes, format_seconds, format_wait
 
 _START_UP_S = 0.4  # that Python and imports take before: the limit counts it. Measured 2026-11 on a cloud machine
 _ANSWER_S = 0.3  # that the answer takes after the search, which the limit counts as well. Measured likewise
@@ -89,7 +89,7 @@ def search_state(progress: SearchProgress, waited_s: float, show: Callable[[floa
     words = [f"best {show(progress.best)}" if math.isfinite(progress.best) else "no plan yet"]
     words += [f"none can be below {show(progress.bound)}"] if progress.bound > 0 else []
     num_open = progress.num_points - progress.num_done
-    words += [f"{num_open:,} layouts open"] if num_open > 0 else []
+    words += [f"{counted(num_open, 'layout', form=',')} open"] if num_open > 0 else []
     return f"searching, {format_seconds(waited_s)}: {', '.join(words)}"
 
 

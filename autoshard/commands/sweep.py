@@ -32,7 +32,7 @@ from autoshard.sweep.table import (
     write_task,
 )
 from autoshard.sweep.work import Row, SweepJob, job_rows, jobs_of, work_through
-from autoshard.units import format_seconds
+from autoshard.units import counted, format_seconds
 
 PAGE, CONTROLLER = "report.html", "wandb-sweep.yaml"
 _MOST_NAMES = 4  # of running points
@@ -89,7 +89,8 @@ def sweep(
         pending = jobs_of([one for one in points if one.id not in rows.rows], content.mode, folder, content.rehearse)
         num_done = len(points) - sum(len(job.points) for job in pending)
         if num_done and not json:
-            print(f"{num_done} of {len(points)} points are already done")
+            are = "is" if len(points) == 1 else "are"
+            print(f"{num_done} of {counted(len(points), 'point')} {are} already done")
         num_workers = jobs or (1 if content.mode == "run" else os.cpu_count() or 1)
         progress = SweepProgress(len(points), num_done, silent=json)
         for done in work_through(pending, min(num_workers, len(pending)), progress.begin):
@@ -149,7 +150,7 @@ def _write_array(content: Sweep, jobs: Sequence[SweepJob], source: Path, folder:
     path = folder / "array.sbatch"
     replace_text(path, array_script(content, jobs, source, folder))
     again = shell_words(["autoshard", "sweep", str(source), "--out", str(folder)])
-    print(f"wrote {path}: {len(jobs)} tasks\nnext: sbatch {word(str(path))}")
+    print(f"wrote {path}: {counted(len(jobs), 'task')}\nnext: sbatch {word(str(path))}")
     print(f"afterwards, to print the table and run the points that are missing: {again}")
     return 0
 
@@ -174,7 +175,9 @@ def _conclude(
         print("\n" + "\n".join(notes))
     failures = [row for row in rows if row["status"] == "failed"]
     if failures:
-        what = f"{len(failures)} of {len(rows)} points failed; each row says why. To repeat them, type --retry"
+        what = (
+            f"{len(failures)} of {counted(len(rows), 'point')} failed; each row says why. To repeat them, type --retry"
+        )
         raise RunFailed(what)
     return 0
 

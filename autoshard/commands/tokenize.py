@@ -12,7 +12,7 @@ from autoshard.runtime.data.opened import BYTES, Manifest
 from autoshard.runtime.data.tokenizers import TOKENIZER_FILES, TokenizerSpec
 from autoshard.runtime.data.tokenizing import Work, tokenize as made
 from autoshard.spec.record import encode
-from autoshard.units import format_bytes, format_count
+from autoshard.units import counted, format_bytes, format_count
 
 _TEXT_SUFFIXES = (".txt", ".json", ".jsonl", ".csv", ".md", ".parquet", ".gz", ".zst")  # no names of data sets
 
@@ -78,9 +78,11 @@ def tokenize(
 
 def _summary(manifest: Manifest, out: Path) -> str:
     size = format_bytes(sum(file.bytes for file in manifest.files))
-    counts = f"{manifest.num_documents:,} documents, {manifest.num_tokens:,} tokens, {size}"
+    documents = counted(manifest.num_documents, "document", form=",")
+    counts = f"{documents}, {counted(manifest.num_tokens, 'token', form=',')}, {size}"
     answers = "" if manifest.num_answers is None else f", {manifest.num_answers:,} of them tokens of answers"
-    empty = f"\n{manifest.num_empty:,} documents without text were left out" if manifest.num_empty else ""
+    empty, were = counted(manifest.num_empty, "document", form=","), "was" if manifest.num_empty == 1 else "were"
+    empty = f"\n{empty} without text {were} left out" if manifest.num_empty else ""
     made_by = f"tokens of {manifest.tokenizer.name} (vocabulary {manifest.tokenizer.vocab:,})"
     return f"{out}: {counts}{answers}, {made_by}{empty}"
 

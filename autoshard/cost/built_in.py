@@ -25,6 +25,7 @@ from autoshard.spec import record
 from autoshard.spec.cluster_catalogue import cluster_names, load_node_type
 from autoshard.spec.files import parsed_json
 from autoshard.spec.kernels import program_table
+from autoshard.units import counted
 
 _GONE = ("shared_ports", "straggling")  # constants that plans of before may state
 
@@ -148,12 +149,12 @@ def _words(programs: Sequence[Departure], basis: Basis, who: str, chip: str) -> 
     count, newest = sum(len(program.fit.rows) for program in programs), max(program.fit.date for program in programs)
     error = sum(program.fit.left_out_mape for program in programs) / len(programs)
     if basis == "rows":
-        words = f"the rates of {chip}, and what {who} adds, by {count} rows of {where}, newest {newest}"
+        words = f"the rates of {chip}, and what {who} adds, by {counted(count, 'row')} of {where}, newest {newest}"
         return f"{words}: mean error {error:.1%} where a {programs[0].fit.left_out_by} is left out"
     if basis == "other machines":
         alone = "" if any(program.axes for program in programs) else " of one rank"
         links = alone and "; for messages the mean of all programs counts"
-        return f"the rates of {chip}, and what {who} adds on {where}, by {count} rows{alone} there{links}"
+        return f"the rates of {chip}, and what {who} adds on {where}, by {counted(count, 'row')}{alone} there{links}"
     return f"the rates of {chip}, and what {len(programs)} programs add on average; no row is of this program"
 
 

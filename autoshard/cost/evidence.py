@@ -6,7 +6,7 @@ from autoshard.cost.built_in import calibration_of
 from autoshard.cost.calibration import Calibration
 from autoshard.cost.outside import features_of
 from autoshard.plan.plan import Plan
-from autoshard.units import format_seconds
+from autoshard.units import counted, format_seconds
 
 _NEAR = 0.05  # by which a fit to compiled programs tells single shares apart
 _LINKS = ("tp", "cp", "ep", "pp", "dp")
@@ -58,5 +58,6 @@ def _rows_words(part: str, plans: Sequence[Plan], constants: Calibration) -> str
     values = list(dict.fromkeys(value for feature_values in plan_features for value in feature_values))
     if not counts:
         return f"rows have {feature} {', '.join(seen.values)}"
-    texts = [f"{counts.get(value, 0)} rows have {feature} {value}" for value in values]
+    have = {value: f"{counted(count, 'row')} {'has' if count == 1 else 'have'}" for value, count in counts.items()}
+    texts = [f"{have.get(value, '0 rows have')} {feature} {value}" for value in values]
     return ", ".join(texts)

@@ -26,6 +26,7 @@ from autoshard.spec.model import ModelSpec
 from autoshard.spec.recipe import Pins, QuestionOptions
 from autoshard.spec.repeats import MAX_ITEMS
 from autoshard.spec.workload import ROUTER_TRAINING
+from autoshard.units import counted
 
 _CHIPS = re.compile(
     r"(?<![a-z])(gb200|gb300|b300|b200|h100|h200|h800|a100|trn1n?|trn2u?|trn3|vr200|r100)(?![0-9])", re.IGNORECASE
@@ -138,10 +139,6 @@ _COUNTS = (
 )
 
 
-def _counted(number: int, name: str) -> str:
-    return f"{number} {name}{'' if number == 1 else 's'}"
-
-
 @dataclass(slots=True, kw_only=True)
 class _QuestionBuilder:
     """Collects what is assumed on the way."""
@@ -239,12 +236,12 @@ class _QuestionBuilder:
         ranks, why = self._stated_ranks(node.ranks_per_node)
         if ranks is None or ranks % need:
             nodes = math.lcm(need, node.ranks_per_node) // node.ranks_per_node
-            said = f"the file says {ranks} ranks, but " if ranks else ""
+            said = f"the file says {counted(ranks, 'rank')}, but " if ranks else ""
             said = said or "the file names no number of nodes; "
-            self.assume(_counted(nodes, "node"), f"{said}the layout needs {_counted(need, 'rank')}", "--nodes")
+            self.assume(counted(nodes, "node"), f"{said}the layout needs {counted(need, 'rank')}", "--nodes")
             return load_cluster(name, nodes, lnc=lnc)
         if why:
-            self.assume(_counted(ranks, "rank"), why, "--nodes")
+            self.assume(counted(ranks, "rank"), why, "--nodes")
         per_node = node.ranks_per_node
         if ranks % per_node == 0:
             return load_cluster(name, ranks // per_node, lnc=lnc)
@@ -284,7 +281,7 @@ class _QuestionBuilder:
         if min(stated) > 0 and stated[0] % (stated[1] * stated[2]) == 0:
             replicas = stated[0] // (stated[1] * stated[2])
             ranks = replicas * math.prod(int(self.facts.get(f"layout.{axis}", 1)) for axis in _AXES)
-            return ranks, f"the batches of the file make {_counted(replicas, 'replica')}"
+            return ranks, f"the batches of the file make {counted(replicas, 'replica')}"
         match = _GPUS.search(self.run.hints)
         return (int(match[1]), f"the file's name or first comment says {match[0]}") if match else (None, "")
 

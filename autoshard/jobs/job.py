@@ -18,6 +18,7 @@ from autoshard.spec.cluster import LOCAL
 from autoshard.spec.files import yaml_of
 from autoshard.spec.record import encode
 from autoshard.spec.training import Training
+from autoshard.units import counted
 
 PLAN, TRAINING, NODE, SUBMIT = "plan.json", "training.yaml", "node.sh", "submit.sh"
 FIRST, STRICT, HERE = "#!/usr/bin/env bash", "set -euo pipefail", 'cd "$(dirname "${BASH_SOURCE[0]}")"'  # of scripts
@@ -96,7 +97,7 @@ class Job:
         plan, cluster = self.plan, self.plan.cluster
         nodes = "this machine" if cluster.name == LOCAL else f"{cluster.num_nodes} x {cluster.name}"
         yield f"# {what} Made by autoshard launch."
-        line = f"{plan.model.name} on {nodes}, {cluster.ranks_per_node} ranks on a node: {plan.candidate}"
+        line = f"{plan.model.name} on {nodes}, {counted(cluster.ranks_per_node, 'rank')} on a node: {plan.candidate}"
         yield f"# {remark(line)}"  # a plan may have been edited
         yield f"# Plan {self.hash[:_DIGITS]}, of which plan.json in this folder has the rest."
 

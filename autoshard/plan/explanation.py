@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from autoshard.plan.plan import Plan, Prediction, rounded
-from autoshard.units import format_at_most, format_bytes
+from autoshard.units import counted, format_at_most, format_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,13 +72,13 @@ class Certificate:
         if not self.num_changes:
             return ""
         gain = f"made it {format_at_most(self.gained)} faster" if self.gained > 0 else "gained nothing"
-        return f"{self.num_changes:,} changes of the best plan {gain}"
+        return f"{counted(self.num_changes, 'change', form=',')} of the best plan {gain}"
 
     @property
     def changes_in_short(self) -> str:
         """Say the same on a line that has more to say."""
         gain = f"{format_at_most(self.gained)} gained" if self.gained > 0 else "no gain"
-        return f"{self.num_changes:,} changes: {gain}"
+        return f"{counted(self.num_changes, 'change', form=',')}: {gain}"
 
     @property
     def statement(self) -> str:
@@ -102,7 +102,7 @@ class Certificate:
     def _said(self, promise: str) -> str:
         stopped = f" ({self.stopped})" if self.stopped else ""
         return (
-            f"{promise}{stopped}, of {self.num_legal} legal layouts with all splits "
+            f"{promise}{stopped}, of {counted(self.num_legal, 'legal layout')} with all splits "
             "of the layers over their stages and recompute of each rank (its stages alike), among plans with one table "
             "per block kind and recompute kind"
         )
@@ -114,10 +114,10 @@ class Certificate:
         rest = f", {self.num_open} left open" if self.num_open else ""
         rest += f", {self.num_left} not looked at" if self.num_left else ""
         gap = format_at_most(self.gap) if self.bound else "unknown"
-        tables = "1 table" if self.num_tables == 1 else f"{self.num_tables} tables"
+        solved, tables = counted(self.num_solved, "point"), counted(self.num_tables, "table")
         changes = f"; {self.changes}" if self.changes else ""
         return (
-            f"{self.num_solved} points solved ({self.num_fitting} fit), {self.num_bounded} pruned by their bound, "
+            f"{solved} solved ({self.num_fitting} fit), {self.num_bounded} pruned by their bound, "
             f"{self.num_too_large} too large for memory{rest}; {tables} solved; bound {bound}, gap {gap}{changes}"
         )
 

@@ -12,7 +12,6 @@ from autoshard.report.sheet import Bar, Cell, Column, Node, Sheet, Table, Words,
 from autoshard.report.words import (
     TIME_WORDS,
     axes_words,
-    counted,
     prediction_of,
     ratio_words,
     recompute_words,
@@ -20,7 +19,7 @@ from autoshard.report.words import (
     time_bar,
 )
 from autoshard.spec.record import decode, encode
-from autoshard.units import format_seconds
+from autoshard.units import counted, format_seconds
 
 _LEAST_SHARE = 0.005  # of the vendor's step: smaller differences of a part are not listed
 _TITLE = "slower than {}, with its 80% interval; sure: the chance that it is slower"

@@ -15,9 +15,9 @@ from autoshard.plan.plan import Plan
 from autoshard.report.plan_sheets import plan_figures, plan_headline
 from autoshard.report.sheet import Cell, Fact, Node, Sheet, Table, Words
 from autoshard.report.structured import rejection_json
-from autoshard.report.words import counted, layout_words, prediction_of, ratio_words, software_of
+from autoshard.report.words import layout_words, prediction_of, ratio_words, software_of
 from autoshard.spec.record import encode
-from autoshard.units import format_seconds
+from autoshard.units import counted, format_seconds
 
 _MOST_NAMED = 12  # keys that were not read; --json has them all
 _LOG_COLUMNS = ("log", "program", "steps", ">step", ">middle half", ">predicted", ">ratio", ">memory", ">predicted GiB")

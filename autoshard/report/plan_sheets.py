@@ -15,7 +15,6 @@ from autoshard.report.words import (
     again_of,
     axes_words,
     compiled_words,
-    counted,
     kept_free_words,
     large_words,
     layers_of,
@@ -33,7 +32,7 @@ from autoshard.spec.cluster import LOCAL, Cluster
 from autoshard.spec.kernels import load_kernels
 from autoshard.spec.price import at_user_price
 from autoshard.spec.record import encode
-from autoshard.units import GIB, format_at_most, format_bytes, format_count, format_dollars, format_seconds
+from autoshard.units import GIB, counted, format_at_most, format_bytes, format_count, format_dollars, format_seconds
 
 if TYPE_CHECKING:  # plans are printed without what proves them
     from autoshard.plan.proof import Proof
@@ -219,7 +218,7 @@ def doubts(outside: Mapping[str, str], most: int | None = None) -> Iterator[Word
         runs = f" (they had {rows})" if rows and lacks.startswith("had") else ""
         yield Words(f"less certain: no measured run {lacks}{runs}", "soft")
     if most is not None and len(features) > most:
-        yield Words(f"less certain in {len(features) - most} points more; -v names them", "soft")
+        yield Words(f"less certain in {counted(len(features) - most, 'point')} more; -v names them", "soft")
     if "mfu" in outside:
         yield Words(f"likely too fast: MFU {outside['mfu']}", "warning")
 
@@ -254,7 +253,7 @@ def search_words(certificate: Certificate) -> str:
     """Say how good the plan is among what was searched."""
     more = {"time": "faster", "memory": "smaller", "dollars": "cheaper"}[certificate.objective]
     best = {"time": "fastest", "memory": "smallest", "dollars": "cheapest"}[certificate.objective]
-    of, gap = f"{certificate.num_legal:,} legal layouts searched", certificate.gap
+    of, gap = f"{counted(certificate.num_legal, 'legal layout', form=',')} searched", certificate.gap
     if not certificate.bound:
         return f"{of} in part: how much {more} another could be is not known"
     return f"the {best} of {of}" if gap < 1e-9 else f"{of}: none can be more than {format_at_most(gap)} {more}"
@@ -368,7 +367,7 @@ def proof_sheet(proof: "Proof") -> Sheet:
         counts = ", ".join(f"{count} {kind}" for kind, count in block.collectives.items()) or "no collectives"
         label = Words("equal", "good") if block.holds else Words("DIFFERS", "bad")
         differ = f"differ by at most {block.error:.0e} of the largest" if block.error else "are the same bits"
-        facts.append(Fact(label, f"{block.name}: {block.num_results} results {differ}; {counts}"))
+        facts.append(Fact(label, f"{block.name}: {counted(block.num_results, 'result')} {differ}; {counts}"))
     notes = [Words(f"not kept: {feature}", "warning") for feature in proof.lost]
     about = (
         "loss and every gradient in FP64 against the unsharded model; the plan, shrunk to a small model and few ranks:"

@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 from autoshard.cost.timeline import Pass, RankTimeline, StepTimeline
 from autoshard.plan.plan import Plan
-from autoshard.report.words import counted, nodes_of
+from autoshard.report.words import nodes_of
+from autoshard.units import counted
 
 PASSES = {"F": "forward", "B": "backward", "I": "input gradients", "W": "weight gradients"}
 

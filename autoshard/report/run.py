@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 from autoshard.cost.predict import sent_by_stage
 from autoshard.plan.plan import Plan
 from autoshard.report.sheet import Cell, Node, Sheet, Table, Words
-from autoshard.report.words import compiled_words, counted, prediction_of, ranks_text
+from autoshard.report.words import compiled_words, prediction_of, ranks_text
 from autoshard.run.other_programs import BusyProcessors
 from autoshard.run.reports import DryRank, Measured, RunReport, TimedStep, losses_of, with_nulls
 from autoshard.spec.kernels import load_kernels
-from autoshard.units import format_bytes, format_count, format_seconds, format_wait
+from autoshard.units import counted, format_bytes, format_count, format_seconds, format_wait
 
 _PORT = 6006  # TensorBoard's own
 _GAP = "   "  # between the parts of a line

@@ -8,6 +8,7 @@ from autoshard.plan.candidate import Candidate
 from autoshard.plan.recompute import Recompute
 from autoshard.report.sheet import Cell, Column, Fact, Node, Sheet, Table, Words, sheet_rows
 from autoshard.spec.recipe import TRAINING_KEYS
+from autoshard.units import counted
 
 Row = Mapping[str, Any]
 
@@ -57,7 +58,9 @@ def _bests(rows: Sequence[Node]) -> Iterator[Fact]:
         lengths = {row["num_steps"] for row in group}
         longer = f" (they took {min(lengths)} to {max(lengths)} steps)" if len(lengths) > 1 else ""
         node = next(row for row in rows if row.value is best)
-        words = f" of {best['point']} after {best['num_steps']} steps, of {len(group)} runs{longer}"
+        words = (
+            f" of {best['point']} after {counted(best['num_steps'], 'step')}, of {counted(len(group), 'run')}{longer}"
+        )
         yield Fact("least loss", node["last_loss"].figure("{:.4f}".format), words)
 
 

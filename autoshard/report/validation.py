@@ -88,7 +88,8 @@ def frozen_words(frozen: FrozenRows) -> str:
 
 def suspect_lines(named: Sequence[Suspect]) -> Iterator[str]:
     """Say which rows look wrong, and why: a line for each group, the first of its rows with their reasons."""
-    yield f"{len(named)} rows look wrong; look at their sources before you fit anything to them (--json has all):"
+    rows = "1 row looks" if len(named) == 1 else f"{len(named)} rows look"
+    yield f"{rows} wrong; look at their sources before you fit anything to them (--json has all):"
     groups: dict[tuple[str, str], list[Suspect]] = {}
     for suspect in sorted(named, key=lambda suspect: -abs(math.log(suspect.factor))):
         groups.setdefault((suspect.set, suspect.group), []).append(suspect)

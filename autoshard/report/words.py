@@ -10,7 +10,7 @@ from autoshard.plan.recompute import Recompute
 from autoshard.plan.verify import unrun_precision
 from autoshard.report.sheet import Part
 from autoshard.spec.kernels import load_kernels
-from autoshard.units import format_bytes, format_seconds
+from autoshard.units import counted, format_bytes, format_seconds
 
 TIME_WORDS = {
     "compute": "compute",
@@ -37,15 +37,6 @@ def prediction_of(plan: Plan) -> Prediction:
     """Return the prediction of a plan that has one."""
     assert plan.prediction, "only predicted plans are shown"
     return plan.prediction
-
-
-def counted(count: int, noun: str, plural: str = "s") -> str:
-    """Write a number with its noun.
-
-    >>> counted(1, "rank"), counted(2, "micro-batch", "es")
-    ('1 rank', '2 micro-batches')
-    """
-    return f"{count} {noun}{'' if count == 1 else plural}"
 
 
 def ratio_words(ratio: Ratio) -> str:

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from autoshard.run.other_programs import BusyProcessors
+from autoshard.units import counted
 
 WARM_UP = 2  # steps that allocate, connect and cache; they are no measure of the others
 WINDOW = 20  # steps whose median is compared
@@ -173,7 +174,9 @@ class EvaluatedStep:
         """Return the result as one line."""
         lowest = "; the lowest so far" if self.best else ""
         result = f"evaluation loss {self.loss:.4f}, perplexity {self.perplexity:.2f}"
-        return f"step {self.number}: {result}, of {self.num_samples} sequences in {self.time_s:.1f} s{lowest}"
+        return (
+            f"step {self.number}: {result}, of {counted(self.num_samples, 'sequence')} in {self.time_s:.1f} s{lowest}"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,6 +16,7 @@ from autoshard.files import append_line, naming, takes_lock
 from autoshard.plan.plan import Plan
 from autoshard.run.folder import ATTEMPTS, CHECKPOINTS, LOCK, LOGS, PLAN, TRAINING, precedes_plan
 from autoshard.spec.files import json_line
+from autoshard.units import counted
 
 _MOST_WORDS = 600  # characters of a failure that are kept; the logs have all
 _FREED_S = 10.0  # in which the ranks of a start that was killed end, and leave its folder to the next
@@ -80,7 +81,7 @@ def count_attempt(folder: Path, step: int, most: int) -> None:
             break
         fruitless += "from" in record
     if fruitless >= most:
-        message = f"{fruitless} starts after step {step} came to no step. See {folder / LOGS}"
+        message = f"{counted(fruitless, 'start')} after step {step} came to no step. See {folder / LOGS}"
         raise RunFailed(f"{message}; then type --resume {step} to allow as many again")
     _append(path, {"from": step})
 

@@ -269,5 +269,5 @@ def _numbers(environment: Mapping[str, str], *names: str) -> list[int]:
             Fault(where=name, message=f"must be a whole number, not {environment[name]!r}") for name in wrong
         )
     rank, num_ranks, *rest = (int(environment[name]) for name in names)
-    require((rank < num_ranks, names[0], f"is {rank}, but there are only {num_ranks} ranks, counted from 0"))
+    require((rank < num_ranks, names[0], f"is {rank}, but the ranks are 0 to {num_ranks - 1}"))
     return [rank, num_ranks, *rest]

@@ -13,6 +13,7 @@ from autoshard.run.protocol import Resume
 from autoshard.spec import record
 from autoshard.spec.files import json_line
 from autoshard.spec.training import Training
+from autoshard.units import counted
 
 _PREDICTS = ("expert_imbalance",)  # fields of a workload that train nothing
 
@@ -189,9 +190,9 @@ def _with_curve(
         return new, ()
     if schedule.extend == "rescale":
         jump = f"it is {last:.3g} in step {done} and {following:.3g} in step {done + 1}"
-        return new, (f"the learning rate follows its curve over {training.steps} steps: {jump}",)
+        return new, (f"the learning rate follows its curve over {counted(training.steps, 'step')}: {jump}",)
     rescale = f"--schedule.extend rescale lays it over {training.steps} steps: step {done + 1} then has {following:.3g}"
-    curve = f"the learning rate keeps its curve over {length} steps"
+    curve = f"the learning rate keeps its curve over {counted(length, 'step')}"
     if old.rate(training.steps) == 0:
         message = f"{curve}, and is 0 after them, so that {training.steps} steps would train nothing more"
         raise InputError.of("--steps", f"{message}. {rescale} instead of {last:.3g}; --schedule.final sets its end")

@@ -14,6 +14,7 @@ from autoshard.spec.files import read_data, shipped_files
 from autoshard.spec.price import checked_prices
 from autoshard.spec.training import Training
 from autoshard.spec.workload import BalancedOver, Documents, Optimizer, Precision
+from autoshard.units import counted
 
 DEFAULT_CLUSTER = "trn1.32xlarge"
 RECIPES, SWEEPS = "recipes", "recipes/sweeps"  # folders of data that come with autoshard
@@ -118,7 +119,8 @@ def sequences_of(global_batch: int | str, seq_len: int) -> int:
     assert match, "checked by QuestionOptions"
     tokens = float(match[1]) * 1024 ** ("kMG".index(match[2].replace("K", "k")) + 1)
     if tokens < seq_len or tokens % seq_len:
-        message = f"{global_batch} are {tokens:,.0f} tokens, not a whole number of sequences of {seq_len:,} tokens"
+        length = counted(seq_len, "token", form=",")
+        message = f"{global_batch} are {tokens:,.0f} tokens, not a whole number of sequences of {length}"
         raise InputError.of("global_batch", message)
     return int(tokens) // seq_len
 

@@ -35,6 +35,7 @@ from autoshard.search.ask.planner import search
 from autoshard.spec.model import ModelSpec
 from autoshard.spec.recipe import TRAINING_KEYS, Recipe
 from autoshard.sweep.points import SweepPoint
+from autoshard.units import counted
 from autoshard.version import __version__
 
 Row = dict[str, Any]  # flat: names to numbers, text, truth values or null
@@ -75,7 +76,10 @@ def job_rows(job: SweepJob, started: Start | None = None) -> list[Row]:
     rows: list[Row] = []
     try:
         for point, plan in _planned(job):
-            none = {"status": "no plan", "message": f"the question has {len(rows)} plans, not {point.choice}"}
+            none = {
+                "status": "no plan",
+                "message": f"the question has {counted(len(rows), 'plan')}, not {point.choice}",
+            }
             row = {**_question_row(job, point), **(_plan_row(plan) if plan else none)}
             if plan and job.mode == "run":
                 row |= _ran(job, point, plan, started)

@@ -201,7 +201,7 @@ def test_what_older_releases_and_other_frameworks_take_longer_is_found_beside_th
     ("rows", "cluster", "says"),
     [
         (OWN, "h10", "'h10' is not a cluster. Did you mean"),
-        (OWN[:2], "h100-80", "2 rows of h100-80 with a step_time_s are too few; a fit needs 3"),
+        (OWN[:2], "h100-80", "2 rows of h100-80 with a step_time_s: too few, a fit needs 3"),
         ([{**row, "step_time_s": None} for row in OWN], "h100-80", "lines 1 to 4: step_time_s: is not there"),
         ([{**OWN[0], "id": name} for name in "abc"], "h100-80", "all rows are of one layout"),
         (OWN, TRN1, f"lines 1 to 4: platform: was run on h100-80, not on {TRN1}"),

@@ -137,3 +137,11 @@ def test_the_repository_names_no_place_outside_itself() -> None:
         if elsewhere(line)
     ]
     assert not found
+
+
+def test_counts_that_may_be_one_have_their_noun_from_a_function() -> None:
+    """`units.counted` writes "1 sequence"; these nouns have no text in which the number is always larger."""
+    written = re.compile(r"\{[^{}]*\} (sequences|faults|reports)\b")
+    package = (path for path in SOURCES if "autoshard" in path.parts[len(ROOT.parts) :])
+    found = [f"{short(path)}: {match[0]}" for path in package for match in written.finditer(path.read_text("utf-8"))]
+    assert not found

@@ -23,6 +23,7 @@ from autoshard.report.interchange import log_sheets, logs_json
 from autoshard.report.sheet import Node
 from autoshard.search.ask.planner import SearchResult
 from autoshard.search.bound.request import Request
+from autoshard.units import counted
 
 _LARGE_BYTES = 1 << 26  # from which on a log shows how far it is read
 
@@ -60,7 +61,7 @@ def import_logs(
     if rows and measured:
         content = with_rows(rows, measured)
         write_text(content.text, rows, "--rows")
-        wrote = f"{rows}: {content.added} rows added, {content.replaced} replaced"
+        wrote = f"{rows}: {counted(content.added, 'row')} added, {content.replaced} replaced"
         use = _use_line(rows, content.timed, [row.platform for row in measured], sources.options.cluster)
     logged = [answer.logged for answer in answers if answer.logged is not None]
     answer = None

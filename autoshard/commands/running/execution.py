@@ -65,6 +65,7 @@ from autoshard.runtime.restart import (
 from autoshard.runtime.watchdog import Watch
 from autoshard.spec.cluster import LOCAL
 from autoshard.spec.training import Training
+from autoshard.units import counted
 from autoshard.version import __version__
 
 _MOST_STARTS = 5  # without progress, by a scheduler that restarts jobs; then the run refuses to start
@@ -149,9 +150,8 @@ def _with_restarts(
             if not restarts:
                 raise
             restarts -= 1
-            display.note(
-                f"{error}\nthe ranks are started again; {restarts} restarts are left without a newer checkpoint"
-            )
+            more = f"{counted(restarts, 'time')} more without a newer checkpoint"
+            display.note(f"{error}\nthe ranks are started again, {more}")
 
 
 def _start(
@@ -272,12 +272,11 @@ def _begin(execution: Execution, launched: GivenRank | None) -> None:
         _write_start(execution)
     if execution.json:
         return
-    ranks = "1 rank" if plan.mesh.num_ranks == 1 else f"{plan.mesh.num_ranks} ranks"
     where = "of this machine" if launched is None or launched.alone else f"that {launched.by} started"
-    print(f"{plan.model.name} on {ranks} {where}: {plan.candidate}")
+    print(f"{plan.model.name} on {counted(plan.mesh.num_ranks, 'rank')} {where}: {plan.candidate}")
     warm_up, steps = training.schedule.warm_up_steps, training.steps
     if warm_up >= steps:
-        notes.append(f"the warm-up of {warm_up} steps does not end within {steps} steps")
+        notes.append(f"the warm-up of {counted(warm_up, 'step')} does not end within {counted(steps, 'step')}")
     if plan.workload.optimizer == "sgd" and training.adamw != type(training.adamw)():
         notes.append("the options of adamw have no effect: the plan's optimizer is sgd")
     if not execution.tried:
@@ -381,7 +380,8 @@ def _without_steps(num_steps: int, num_done: int, stopped_by: int) -> str:
     stopped = "stopped before a step of this start had ended: the same command goes on"
     more = f"For more, type --steps {2 * max(num_steps, num_done)}"
     before = f", and {num_done} were before" if num_done > num_steps else ""
-    return stopped if stopped_by else f"nothing left to do: all {num_steps} steps are done{before}. {more}"
+    are_done = "its step is done" if num_steps == 1 else f"all {num_steps} steps are done"
+    return stopped if stopped_by else f"nothing left to do: {are_done}{before}. {more}"
 
 
 def _measured_row(execution: Execution, report: RunReport) -> str:

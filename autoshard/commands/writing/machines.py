@@ -8,14 +8,13 @@ from autoshard.commands.writing.target import DAY_S, Target
 from autoshard.errors import InputError, NoPlan
 from autoshard.plan.plan import Plan
 from autoshard.report.machines import MachineAnswer, machines_json, machines_sheets
-from autoshard.report.words import counted
 from autoshard.search.ask.api import request_of
 from autoshard.search.ask.no_plan import why_none
 from autoshard.search.ask.planner import SearchResult
 from autoshard.search.bound.request import Request
 from autoshard.spec.price import price_of_each
 from autoshard.spec.recipe import QuestionOptions
-from autoshard.units import format_dollars
+from autoshard.units import counted, format_dollars
 
 _SIZES = tuple(2**exponent for exponent in range(11))  # nodes that are tried for a deadline or a budget
 # Costs go up and down by a tenth with the number of nodes: batches divide better or worse.

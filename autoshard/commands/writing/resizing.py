@@ -25,7 +25,7 @@ from autoshard.spec.cluster import LOCAL, Cluster
 from autoshard.spec.price import with_user_price
 from autoshard.spec.recipe import QuestionOptions
 from autoshard.spec.record import encode
-from autoshard.units import format_bytes, format_count, format_seconds
+from autoshard.units import counted, format_bytes, format_count, format_seconds
 
 
 def request_like(path: Path, question: QuestionOptions, nodes: Counts) -> tuple[Plan, Request]:
@@ -65,7 +65,9 @@ def _cluster_left(old: Plan, ranks: int | None, nodes: int) -> Cluster:
             (nodes <= 1, "--nodes", "this machine is one node. Type --ranks"),
         )
         return cluster.with_local_ranks(ranks or 1)
-    need = f"the plan is of {cluster.num_nodes} nodes. Type how many are left: --nodes {cluster.num_nodes - 1}"
+    need = (
+        f"the plan is of {counted(cluster.num_nodes, 'node')}. Type how many are left: --nodes {cluster.num_nodes - 1}"
+    )
     require(
         (nodes >= 1, "--nodes", need),
         (ranks is None, "--ranks", f"{cluster.name} always has {cluster.ranks_per_node} a node"),
@@ -81,13 +83,13 @@ def resuming_answer(old: Plan, new: Plan, sizes: Sequence[Size]) -> tuple[dict[s
     tried = [encode(item) for item in sizes]
     data = {"nodes": nodes, "tried": tried, "step": steps, "resuming": encode(read), "storage": storage}
     before, after = (
-        f"{item.num_ranks} ranks" if item.name == LOCAL else f"{item.num_nodes} x {item.name}"
+        counted(item.num_ranks, "rank") if item.name == LOCAL else f"{item.num_nodes} x {item.name}"
         for item in (old.cluster, new.cluster)
     )
     speeds = [format_count(side.tokens_per_s, "tokens/s") for side in (both.a, both.b)]
     lines = [
         "",
-        f"after {before}: {after}, the same {new.workload.global_batch} sequences a step",
+        f"after {before}: {after}, the same {counted(new.workload.global_batch, 'sequence')} a step",
         *_spare_lines(new, sizes),
         f"step {format_seconds(both.a.step_time_s)} -> {format_seconds(both.b.step_time_s)} "
         f"({both.slower_by:+.1%}), {speeds[0]} -> {speeds[1]}",
@@ -108,7 +110,7 @@ def _spare_lines(new: Plan, sizes: Sequence[Size]) -> list[str]:
         if size.num_nodes != num_nodes and 0 < size.step_s < math.inf
     ]
     why = f", because a step takes longer on others: {', '.join(alternatives)}" if alternatives else ""
-    return [f"{num_nodes} of {num_left} nodes, {num_left - num_nodes} spare{why}"]
+    return [f"{num_nodes} of {counted(num_left, 'node')}, {num_left - num_nodes} spare{why}"]
 
 
 def resume_command(path: Path, out: Path) -> str:

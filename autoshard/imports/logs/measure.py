@@ -12,7 +12,7 @@ from statistics import median, quantiles
 from autoshard.errors import InputError
 from autoshard.imports.logs.log import LogReport, PeakMemory, TrainingLog
 from autoshard.imports.logs.steps import comparable, step_range
-from autoshard.units import format_seconds
+from autoshard.units import counted, format_seconds
 
 WARM = 0.1  # warm-up ends where the time of a report is this near to the median of the later half of all
 _LATE = 10  # from this step on, a log begins in the middle of a run
@@ -67,7 +67,7 @@ def measured_step(log: TrainingLog, work: StepWork) -> MeasuredStep:
     _refuse_batch(log, steps, work)
     statements = [reading for reading in _statements(log, steps, work) if reading.times]
     if not statements:
-        why = f"{len(steps)} reports without seconds or rates, and too few for a clock of {log.clock_s:g} s"
+        why = f"{counted(len(steps), 'report')} without seconds or rates, and too few for a clock of {log.clock_s:g} s"
         raise InputError.of(log.file, f"says no time of a step: {why}. Run it for longer, or log the time of each step")
     first = statements[0]
     are_means = log.are_means or first.kind == _CLOCK
@@ -75,7 +75,7 @@ def measured_step(log: TrainingLog, work: StepWork) -> MeasuredStep:
     covered = _covered([step for step, _ in used], are_means=are_means)
     if covered < LEAST_STEPS or len(used) < _LEAST_REPORTS:
         dropped = len(first.times) - len(used)
-        said = f"{covered} steps in {len(used)} reports behind the warm-up ({dropped} reports dropped)"
+        said = f"{counted(covered, 'step')} in {counted(len(used), 'report')} behind the warm-up ({dropped} dropped)"
         raise InputError.of(log.file, f"is too short: {said}; {LEAST_STEPS} steps are needed. Run it for longer")
     values = [value for _, value in used]
     middle = median(values)
@@ -99,8 +99,8 @@ def measured_step(log: TrainingLog, work: StepWork) -> MeasuredStep:
 def _refuse_batch(log: TrainingLog, steps: Sequence[LogReport], work: StepWork) -> None:
     batch = next((step.batch for step in reversed(steps) if step.batch is not None), None)
     if batch not in (None, work.sequences):
-        message = f"says {batch} sequences in a step, its configuration {work.sequences}. Type --global-batch {batch}"
-        raise InputError.of(log.file, f"{message} if the log is right")
+        message = f"says {counted(batch or 0, 'sequence')} in a step, its configuration {work.sequences}"
+        raise InputError.of(log.file, f"{message}. Type --global-batch {batch} if the log is right")
 
 
 def _statements(log: TrainingLog, steps: Sequence[LogReport], work: StepWork) -> Sequence[_TimeSource]:
@@ -111,9 +111,9 @@ def _statements(log: TrainingLog, steps: Sequence[LogReport], work: StepWork) ->
     if unit is not None:
         parts = (work.sequences, work.seq_len, work.ranks)
         rated = tuple((step, unit.step_time_s(step.rate, *parts)) for step in steps if step.rate)
-        of_tokens = f" of {work.seq_len} tokens" if unit.what == "tokens" else ""
-        over = f" over {work.ranks} ranks" if unit.per_rank else ""
-        basis = f"{unit}: {work.sequences} sequences{of_tokens} in a step{over}, by the configuration"
+        of_tokens = f" of {counted(work.seq_len, 'token')}" if unit.what == "tokens" else ""
+        over = f" over {counted(work.ranks, 'rank')}" if unit.per_rank else ""
+        basis = f"{unit}: {counted(work.sequences, 'sequence')}{of_tokens} in a step{over}, by the configuration"
     return (
         _TimeSource(kind=_TIME, basis="the time of a step in the log", times=timed),
         _TimeSource(kind=_RATE, basis=basis, times=rated),

@@ -26,7 +26,7 @@ from autoshard.plan.folding import expert_mesh
 from autoshard.spec import record
 from autoshard.spec.cluster_catalogue import NodeType
 from autoshard.spec.model_catalogue import load_model, model_names
-from autoshard.units import format_seconds
+from autoshard.units import counted, format_seconds
 
 _FRAMEWORKS = {"mcore": "Megatron-Core", "te": "Megatron-LM + TransformerEngine", "megatron": "Megatron-LM"}
 _TITLES = {"nxdt": "neuronx-distributed-training", "torchtitan": "torchtitan", "deepspeed": "DeepSpeed",
@@ -83,9 +83,8 @@ def _row(log: TrainingLog, question: ImportedQuestion, step: MeasuredStep, peak:
     printed = f"{question.run.file}{f':{question.run.name}' if question.run.name else ''}"
     config = "printed in the log" if question.run.file == log.file else Path(printed).name
     spread = f"{format_seconds(step.low_s)} to {format_seconds(step.high_s)}"
-    says = (
-        f"median of {step.reports} reports, the middle half {spread}; by {'; also '.join([step.basis, *step.checks])}"
-    )
+    by = "; also ".join([step.basis, *step.checks])
+    says = f"median of {counted(step.reports, 'report')}, the middle half {spread}; by {by}"
     return MeasuredRow(
         id=_id_of(log, question, framework),
         group=group,

@@ -12,6 +12,7 @@ from autoshard.spec.cluster import Cluster
 from autoshard.spec.kernels import libraries_of, load_kernels, program_table, table_fault
 from autoshard.spec.model import ModelSpec
 from autoshard.spec.repeats import compress
+from autoshard.units import counted
 
 _DERIVED = "derived: "
 _NXD = "aws-neuron/neuronx-distributed src/neuronx_distributed/"
@@ -76,7 +77,8 @@ def router_bias(c: Columns) -> Verdict:
 def ranks(c: Columns) -> Verdict:
     have, inner = c.cluster.num_ranks, c.tp * c.pp * c.cp
     yield inner * c.dp == have
-    head = f"tp={c.tp},pp={c.pp},cp={c.cp},dp={c.dp}: uses {inner * c.dp} ranks, but the cluster has {have}"
+    uses = counted(int(inner * c.dp), "rank")
+    head = f"tp={c.tp},pp={c.pp},cp={c.cp},dp={c.dp}: uses {uses}, but the cluster has {have}"
     if have % inner == 0:
         yield f"{head}. Use dp={have // inner}, or leave dp out"
     yield f"{head}. tp*pp*cp is {inner} and must divide {have}"
@@ -112,8 +114,8 @@ def ffn(c: Columns) -> Verdict:
 def layers(c: Columns) -> Verdict:
     have, stages = c.model.num_layers, c.num_stages
     yield (stages <= have) | (c.shared.stages is not None and len(c.shared.stages) == stages)
-    why = f"{have} layers of {c.model.name} cannot fill {stages} stages"
     count = int(stages)
+    why = f"{counted(have, 'layer')} of {c.model.name} cannot fill {counted(count, 'stage')}"
     bare = f", or --at with stages={compress(map(str, even_stages(have, count)))}" if count <= have + 2 else ""
     yield f"pp={c.pp},vp={c.vp}: {why}. Use pp*vp of at most {have}{bare}"
 
@@ -123,7 +125,7 @@ def stages_count(c: Columns) -> Verdict:
     count = len(c.shared.stages or ())
     yield (count == 0) | (count == c.num_stages)
     remedy = f"List {c.num_stages}, or leave stages out for the even split"
-    yield f"stages: lists {count} stages, but pp*vp is {c.num_stages}. {remedy}"
+    yield f"stages: lists {counted(count, 'stage')}, but pp*vp is {c.num_stages}. {remedy}"
 
 
 @rule("stages", source=_DERIVED + "every layer lies on exactly one stage")
@@ -132,7 +134,7 @@ def stages_sum(c: Columns) -> Verdict:
     layers = sum(c.shared.stages) if c.shared.stages else have
     yield layers == have
     remedy = f"remove {layers - have}" if layers > have else f"add {have - layers}"
-    yield f"stages: the stages hold {layers} layers together, but {c.model.name} has {have}: {remedy}"
+    yield f"stages: the stages hold {counted(layers, 'layer')} together, but {c.model.name} has {have}: {remedy}"
 
 
 @rule("recompute", source=_STAGES)
@@ -140,7 +142,7 @@ def recompute_count(c: Columns) -> Verdict:
     count = len(c.shared.recompute)
     yield (count == 1) | (count == c.num_stages)
     remedy = f"Give one for all stages, or {c.num_stages}"
-    yield f"recompute={c.recompute}: names {count} stages, but pp*vp is {c.num_stages}. {remedy}"
+    yield f"recompute={c.recompute}: names {counted(count, 'stage')}, but pp*vp is {c.num_stages}. {remedy}"
 
 
 @rule("recompute", source=_DERIVED + "a stage cannot recompute layers that it does not hold")
@@ -163,7 +165,7 @@ def batch(c: Columns) -> Verdict:
     yield size % group == 0
     near = tuple(int(multiple) for multiple in (size // group * group, (size // group + 1) * group) if multiple)
     remedy = f"Use a global batch of {listed(near)}, or another mbs"
-    yield f"dp={c.dp},mbs={c.mbs}: a step of {size} sequences does not divide by dp*mbs={group}. {remedy}"
+    yield f"dp={c.dp},mbs={c.mbs}: a step of {counted(size, 'sequence')} does not divide by dp*mbs={group}. {remedy}"
 
 
 @rule("ep", source=_DERIVED + "every expert-parallel rank holds the same number of whole experts")
@@ -355,7 +357,7 @@ def place(c: Columns) -> Verdict:
     have, node = c.shared.place, c.cluster.ranks_per_node
     yield have is None or len(have.local_ranks) == node
     placed = len(have.local_ranks) if have else 0
-    yield f"place={have}: places {placed} ranks, but a node of {c.cluster.name} has {node}: 0-{node - 1}"
+    yield f"place={have}: places {counted(placed, 'rank')}, but a node of {c.cluster.name} has {node}: 0-{node - 1}"
 
 
 @rule("kernels", source="autoshard/spec/kernel_tables: each table describes the kernels of one engine's platform")

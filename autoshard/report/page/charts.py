@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import product
 
 from autoshard.report.page.elements import Content, Markup, tag
-from autoshard.units import format_seconds
+from autoshard.units import counted, format_seconds
 
 _WIDTH, _HEIGHT = 480, 300
 _LEFT, _RIGHT, _TOP, _BOTTOM = 74, 20, 24, 44
@@ -187,7 +187,7 @@ def scatter(title: str, points: Sequence[Dot], x_axis: Axis, y_axis: Axis) -> Ma
     path = "".join(
         f"{'H' if number else 'M'}{x(a)}{'V' if number else ' '}{y(b)}" for number, (a, b) in enumerate(best)
     )
-    about = f"{len(points)} points, {len(best)} on the frontier"
+    about = f"{counted(len(points), 'point')}, {len(best)} on the frontier"
     ordered = sorted(points, key=lambda dot: bool(dot.label))
     return _figure(title, about, [_frame(x, y), tag("path", d=path, class_="frontier"), *_dots(ordered, x, y)])
 

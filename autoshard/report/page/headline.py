@@ -7,9 +7,9 @@ from autoshard.plan.plan import Plan
 from autoshard.report.answers import plan_words
 from autoshard.report.page.shown import ShownPlan
 from autoshard.report.sheet import Bar, Cell, Fact, Node, Table, Words, plain
-from autoshard.report.words import TIME_WORDS, counted, large_words, layout_words, prediction_of, share_words, time_bar
+from autoshard.report.words import TIME_WORDS, large_words, layout_words, prediction_of, share_words, time_bar
 from autoshard.spec.cluster import LOCAL
-from autoshard.units import format_at_most, format_bytes, format_count, format_dollars, format_seconds
+from autoshard.units import counted, format_at_most, format_bytes, format_count, format_dollars, format_seconds
 
 _DAY_S = 86_400
 _LIKE = ("vendor", "other", "fsdp")  # answers that are what people run

@@ -19,6 +19,7 @@ from autoshard.run.other_programs import BusyProcessors
 from autoshard.run.reports import losses_of, with_nulls
 from autoshard.spec.files import read_data
 from autoshard.spec.record import decode
+from autoshard.units import counted
 
 _MOST_STEPS = 400  # that are drawn; of more, every second, third, ...
 
@@ -126,7 +127,7 @@ def run_section(plan: Plan, run: Node) -> Markup:
 
 def _about(run: Node) -> str:
     steps = run["steps"].value
-    words = f"{len(steps)} steps of {run['folder'].value}. A run times steps, not their parts."
+    words = f"{counted(len(steps), 'step')} of {run['folder'].value}. A run times steps, not their parts."
     if (early := sum(step["phase"] != "steady" for step in steps)) and early < len(steps):
         words += f" The times of {early} that warmed up or compiled are left out."
     elsewhere = " It ran on another machine than the prediction is about, so that only bytes can be compared."

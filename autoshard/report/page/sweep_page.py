@@ -16,7 +16,7 @@ from autoshard.report.sweep import (
     varied_in,
 )
 from autoshard.spec.cluster import LOCAL
-from autoshard.units import GIB, format_count, format_dollars, format_seconds
+from autoshard.units import GIB, counted, format_count, format_dollars, format_seconds
 
 _MOST_ROWS = 500
 _MOST_LINES = 8  # of a chart
@@ -165,7 +165,7 @@ def _measured(rows: Sequence[Row]) -> Markup | None:
     ]
     chart = line_chart("Measured over predicted step time", lines, predicted, measured)
     elsewhere = [row for row in ran if row["measured_over_predicted"] is None]
-    about = f"{len(ran)} points ran."
+    about = f"{counted(len(ran), 'point')} ran."
     if elsewhere:
         about += f" {len(elsewhere)} of them ran on another machine than their prediction is about."
     return section("measured", "Predicted and measured", tag("div", chart, class_="charts"), about=about)

@@ -9,7 +9,7 @@ from autoshard.report.watch.content import LoggedStep
 from autoshard.run.reports import SLOWER, WINDOW
 from autoshard.spec.cluster import LOCAL
 from autoshard.spec.training import Training
-from autoshard.units import format_bytes, format_seconds
+from autoshard.units import counted, format_bytes, format_seconds
 
 _FEW = 5  # steps from which a median is taken
 # A loss so many robust deviations above the median of the steps before it, and so far in proportion, is a jump.
@@ -85,6 +85,6 @@ def _late_checkpoint(steps: Sequence[LoggedStep], training: Training, saved_step
     by_steps = keeping.every_steps and num_steps > _LATE * keeping.every_steps and passed_s > _SOON_S
     by_time = keeping.every_minutes and passed_s > _LATE * 60 * keeping.every_minutes
     if by_steps or by_time:
-        interval = f"{keeping.every_steps} steps" if by_steps else f"{keeping.every_minutes:g} min"
+        interval = counted(keeping.every_steps or 1, "step") if by_steps else f"{keeping.every_minutes:g} min"
         missing = f"no checkpoint for {num_steps} steps ({format_seconds(passed_s)})"
         yield f"{missing}, though one every {interval} is asked for"

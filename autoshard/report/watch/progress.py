@@ -13,7 +13,7 @@ from autoshard.report.words import ranks_text
 from autoshard.run.activity import by_suspicion
 from autoshard.run.reports import WINDOW, TimedStep
 from autoshard.spec.cluster import LOCAL
-from autoshard.units import format_seconds
+from autoshard.units import counted, format_seconds
 
 State = Literal["not begun", "starting", "running", "saving", "hangs", "silent", "stopped", "killed", "failed", "ended"]
 BAD: tuple[State, ...] = ("hangs", "silent", "killed", "failed")
@@ -287,7 +287,7 @@ def _behind(ranks: Sequence[SeenRank], plan: Plan | None) -> tuple[str, ...]:
         text = f" ({', '.join(about)}) {seen.status}" if number == 0 or seen.still else f" {seen.status}"
         lines.setdefault(text, []).append(rank)
     texts = [f"rank{'s' if len(those) > 1 else ''} {ranks_text(those)}{text}" for text, those in lines.items()]
-    more = [f"and {len(texts) - _MOST_LINES} lines more"] if len(texts) > _MOST_LINES else []
+    more = [f"and {counted(len(texts) - _MOST_LINES, 'line')} more"] if len(texts) > _MOST_LINES else []
     return (*texts[:_MOST_LINES], *more)
 
 

@@ -4,8 +4,7 @@ from collections.abc import Callable, Iterator
 
 from autoshard.report.sheet import Cell, Fact, Node, Sheet, Table, Words
 from autoshard.report.watch.progress import RunProgress
-from autoshard.report.words import counted
-from autoshard.units import format_bytes, format_count, format_seconds, format_wait
+from autoshard.units import counted, format_bytes, format_count, format_seconds, format_wait
 
 _FEW = 5  # starts that are named
 _COLUMNS = ("", ">predicted", ">interval", ">measured", ">measured / predicted")

@@ -19,6 +19,7 @@ from autoshard.run.folder import PLAN
 from autoshard.runtime.checkpoint.files import CheckpointIndex
 from autoshard.runtime.convert.ours import stored_source
 from autoshard.runtime.convert.stored import Stored, WeightSource, read_state, read_tensors, shape_faults
+from autoshard.units import counted
 
 SAFETENSORS = ".safetensors"
 _MOST_SAID = 3  # names, and faults
@@ -91,7 +92,7 @@ def code_source(plan: Plan, file: Path) -> WeightSource:
 
 
 def _few(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _MOST_SAID} tensors more" if len(names) > _MOST_SAID else ""
+    more = f" and {counted(len(names) - _MOST_SAID, 'tensor')} more" if len(names) > _MOST_SAID else ""
     return f"{', '.join(names[:_MOST_SAID])}{more}" if names else "no tensor"
 
 

@@ -16,7 +16,7 @@ from autoshard.search.ask.planner import SearchResult
 from autoshard.search.ask.vendor.answer import step_s, vendor_answer
 from autoshard.search.bound.request import Request
 from autoshard.spec.cluster import LOCAL
-from autoshard.units import format_at_most, format_bytes, format_count, format_seconds
+from autoshard.units import counted, format_at_most, format_bytes, format_count, format_seconds
 
 FASTEST, SMALLEST, SIMPLE, VENDOR, FSDP, OTHER = "fastest", "smallest", "simple", "vendor", "fsdp", "other"
 NAMES = (FASTEST, SMALLEST, SIMPLE, VENDOR, FSDP, OTHER)
@@ -77,9 +77,10 @@ class PlanResult:
         """Return the question, the answers in a line each, and what was proven, as text."""
         plan = self.plan
         cluster, workload = plan.cluster, plan.workload
-        place = f"{cluster.num_ranks} ranks" if cluster.name == LOCAL else f"{cluster.num_nodes} x {cluster.name}"
+        place = counted(cluster.num_ranks, "rank") if cluster.name == LOCAL else f"{cluster.num_nodes} x {cluster.name}"
+        size = f"{counted(workload.seq_len, 'token')}, {counted(workload.global_batch, 'sequence')}"
         lines = [
-            f"{plan.model.name} on {place}, {workload.seq_len} tokens, {workload.global_batch} sequences a step",
+            f"{plan.model.name} on {place}, {size} a step",
             *([self.defaults] if self.defaults else []),
             *(
                 "  ".join(cells)

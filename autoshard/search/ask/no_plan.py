@@ -29,7 +29,7 @@ from autoshard.search.bound.watch import Look, SearchProgress, SearchStopped, Wa
 from autoshard.spec.cluster import LOCAL
 from autoshard.spec.kernels import kernels_names
 from autoshard.spec.model_catalogue import load_model, model_names
-from autoshard.units import format_bytes
+from autoshard.units import counted, format_bytes
 
 _MOST_DOUBLINGS = 6  # of the nodes, and of the batch
 _MOST_NEXT = 3  # numbers of nodes that are tried beside powers of two and doublings
@@ -276,7 +276,9 @@ class _Remedies:
         for refusal in self.found.certificate.refusals:
             if refusal.rule_id == nxd_tied.id:
                 words, ask = self._untied_card()
-                yield from self._first([(f"{words} ({refusal.num_points} layouts refused by {refusal.rule_id})", ask)])
+                yield from self._first(
+                    [(f"{words} ({counted(refusal.num_points, 'layout')} refused by {refusal.rule_id})", ask)]
+                )
 
     def _untied_card(self) -> Change:
         """Return a card that differs in nothing else, or what to write into a copy of the model's own."""
@@ -313,7 +315,7 @@ def question_faults(request: Request, option: str = "--fix") -> tuple[Fault, ...
 def why_none(request: Request, result: SearchResult) -> str:
     """Say why a search has no plan: which Rules refuse all layouts, or by how much the smallest plan misses memory."""
     pins, cluster = f" with {pins_text(request.pins)}" if request.pins else "", request.cluster
-    local = f"this machine with {cluster.num_ranks} ranks"
+    local = f"this machine with {counted(cluster.num_ranks, 'rank')}"
     where = local if cluster.name == LOCAL else f"{cluster.num_nodes} x {cluster.name}"
     question = f"{request.model.name} on {where}{pins}"
     certificate = result.certificate
@@ -321,8 +323,8 @@ def why_none(request: Request, result: SearchResult) -> str:
         head = f"no plan: each of the {certificate.num_points:,} layouts of {question} is refused by a rule"
         binding = list(_binding_lines(request))
         uneven = any(line.endswith(f"[{shape.batch.id}]") for line in binding)  # no point of a search
-        counted = ["  counted below are layouts whose dp divides the sequences of a step:"] if uneven else []
-        return "\n".join([head, *binding, *counted, *_refusal_lines(certificate.refusals)])
+        basis = ["  counted below are layouts whose dp divides the sequences of a step:"] if uneven else []
+        return "\n".join([head, *binding, *basis, *_refusal_lines(certificate.refusals)])
     head = f"no plan: none of the {certificate.num_legal:,} legal layouts of {question} fits in memory"
     return "\n".join([head, *smallest_lines(result.nearest_miss)])
 

@@ -16,6 +16,7 @@ from autoshard.spec import record
 from autoshard.spec.cluster import Cluster
 from autoshard.spec.model import ModelSpec
 from autoshard.spec.model_catalogue import load_model
+from autoshard.units import counted
 
 _NOT_SHAPE = ("name", "source", "max_positions", "norm_eps", "rotary_theta", "rotary_scaling")
 _SHAPE = tuple(  # of a model, as far as layouts go
@@ -91,7 +92,9 @@ class VendorLayout:
 
     def words(self, cluster: str) -> str:
         """Return in words the question that the layout was documented for."""
-        return f"{self.place(cluster)}, {self.seq_len} tokens, {self.global_batch} sequences a step"
+        return (
+            f"{self.place(cluster)}, {counted(self.seq_len, 'token')}, {counted(self.global_batch, 'sequence')} a step"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
