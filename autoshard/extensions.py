@@ -155,7 +155,8 @@ def run_file(path: Path, name: str, where: str) -> types.ModuleType:
     except (Exception, SystemExit) as error:
         del sys.modules[spec.name]
         line = _line_in(path, error) or getattr(error, "lineno", None)
-        raise InputError.of(where, f"line {line}: {type(error).__name__}: {error}") from None
+        said = str(error) if isinstance(error, InputError) else f"{type(error).__name__}: {error}"
+        raise InputError.of(where, f"line {line}: {said}") from None
     return module
 
 

@@ -95,15 +95,19 @@ TAKEN = "from autoshard.schedule.builders import BUILDERS\ngpipe = BUILDERS['1f1
         ("def broken(:", "line 1: SyntaxError"),
         (
             ORDER.format(steps='("F", 0, number)'),
-            "line 5: InputError: order: rank 0 of 2 with 8 micro-batches: the backward",
+            "line 5: order: rank 0 of 2 with 8 micro-batches: the backward",
         ),
         (
             ORDER.format(steps='("F", 0, 0)'),
-            "line 5: InputError: order: rank 0 of 2 with 8 micro-batches: 8 forwards F of",
+            "line 5: order: rank 0 of 2 with 8 micro-batches: 8 forwards F of",
         ),
-        (ORDER.format(steps="number"), "line 5: InputError: order: rank 0 of 2 with 8 micro-batches: 0 forwards F of"),
+        (ORDER.format(steps="number"), "line 5: order: rank 0 of 2 with 8 micro-batches: 0 forwards F of"),
         (ORDER.format(steps="[1, 2]"), "line 5: TypeError: unhashable type: 'list'"),
         (TAKEN, "gpipe: this name is taken. Choose another"),
+        (
+            "from autoshard.plan.rules.rule import rule\n@rule('tpp', source='us')\ndef ours(c):\n    yield True",
+            "line 2: rule ours: 'tpp' is no key of a plan. Did you mean ",
+        ),
     ],
 )
 def test_what_is_wrong_with_a_file_is_said(text: str, says: str, module: Path, typed: Typed):

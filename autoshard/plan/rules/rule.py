@@ -1,12 +1,14 @@
 """What a Rule is: one function over columns that gives its predicate and its sentence, and where it comes from."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from types import GeneratorType
 from typing import TypeAlias, cast
 
-from autoshard.errors import InputError
+from autoshard.errors import InputError, nearest, require
+from autoshard.plan.candidate import Candidate
 from autoshard.plan.rules.columns import Columns, Ints, Mask, Texts
+from autoshard.spec.workload import Workload
 
 # What a Rule yields: whom it allows, then the sentence that explains a refusal of a single candidate.
 Verdict: TypeAlias = "Iterator[Mask | str]"
@@ -33,6 +35,13 @@ class Rule:
     source: str
     verdict: Callable[[Columns], Verdict]
     applies: Callable[[Columns], bool]
+
+    def __post_init__(self) -> None:
+        """Refuse keys that nothing has: a search asks a Rule when it has chosen the keys that this one judges."""
+        names = [field.name for part in (Candidate, Workload) for field in fields(part)]
+        known = sorted({*names, "engine"})
+        unknown = sorted(self.keys - {*known})
+        require(*((False, f"rule {self.id}", f"{key!r} is no key of a plan. {nearest(key, known)}") for key in unknown))
 
     @property
     def keys(self) -> frozenset[str]:
