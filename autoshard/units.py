@@ -11,6 +11,7 @@ _TIMES = (  # below how many seconds, the unit, its name and its digits
     (600.0, 1.0, "s", 2),
     (3600.0, 60.0, "min", 1),
 )
+_FEW_MINUTES = 10  # which are written so only beside more
 _SHORT_S = 10.0  # below which parts of a second are worth a word
 _LEAST_ALIKE = 0.1  # of a unit: what is less takes a smaller one than the number beside it
 _DECIMAL = ("", "k", "M", "G", "T", "P", "E", "Z", "Y")
@@ -39,18 +40,19 @@ def format_count(count: float, unit: str = "") -> str:
 def format_seconds(time_s: float, beside: float = 0) -> str:
     """Print a duration with the unit in which it reads best, or in that of the duration ``beside`` it.
 
-    A tenth of that unit is the least; what is shorter keeps its unit.
+    A tenth of that unit is the least; what is shorter keeps its unit. Few minutes have three digits, as many have.
 
     >>> format_seconds(0.0000021), format_seconds(0.25), format_seconds(9.876), format_seconds(4000)
     ('2.1 us', '250.0 ms', '9.88 s', '1.11 h')
     >>> format_seconds(207, 828), format_seconds(0.25, 9.9), format_seconds(0.02, 9.9), format_seconds(0, 9.9)
-    ('3.5 min', '0.25 s', '20.0 ms', '0 s')
+    ('3.45 min', '0.25 s', '20.0 ms', '0 s')
     """
     if time_s == 0:
         return "0 s"
     unit_s, unit, digits = _time_unit(max(abs(time_s), abs(beside)))
     if abs(time_s) < _LEAST_ALIKE * unit_s:
         unit_s, unit, digits = _time_unit(abs(time_s))
+    digits += unit == "min" and abs(time_s) < _FEW_MINUTES * unit_s
     return f"{time_s / unit_s:.{digits}f} {unit}"
 
 
