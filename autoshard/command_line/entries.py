@@ -8,7 +8,7 @@ from autoshard.command_line.options import Option
 from autoshard.errors import Fault, Faults, InputError, nearest
 from autoshard.spec.file_kinds import RECIPE_FILE, refuse_other_kinds
 from autoshard.spec.files import read_data
-from autoshard.spec.recipe import RECIPE_KEYS, TRAINING_KEYS
+from autoshard.spec.recipe import RECIPE_KEYS, TRAINING_KEYS, entries_seen_from
 from autoshard.spec.record import decode
 from autoshard.spec.training import Training
 
@@ -26,7 +26,8 @@ def entries_of(where: str, path: str, options: Mapping[str, Option], faults: lis
         raise InputError.of(where, "must hold options, one `name: value` per line")
     entries: Entries = {}
     elsewhere: dict[str, object] = {}
-    for name, value in _flattened(cast(dict[Any, Any], data), options, ""):
+    flat = dict(_flattened(cast(dict[Any, Any], data), options, ""))
+    for name, value in entries_seen_from(flat, Path(path).parent).items():
         section, _, key = name.rpartition(".")
         inside = _keys(options, f"{name}.")
         if name == "extend":

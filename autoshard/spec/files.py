@@ -175,3 +175,16 @@ def _parsed_yaml(text: str, path: Path) -> object:
         return cast(object, yaml.load(text, Loader=YamlLoader))
     except (yaml.YAMLError, ValueError) as error:
         raise InputError.of(str(path), f"is not YAML: {' '.join(str(error).split())}") from error
+
+
+def seen_from(name: str, folder: Path) -> str:
+    """Return the path of a name that a file in a folder states: it leads from there, or else from where we are.
+
+    Of FILE.py:FUNCTION the file counts, of a set of tokens its index.
+    """
+
+    def is_there(path: Path) -> bool:
+        names = path.name, f"{path.name}.idx", path.name.partition(":")[0]
+        return any(path.with_name(name).exists() for name in names if name)
+
+    return str(folder / name) if is_there(folder / name) else name

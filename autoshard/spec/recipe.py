@@ -9,8 +9,10 @@ from typing import Any, Literal, NewType
 from autoshard.errors import Fault, Faults, InputError, inside, nearest, require
 from autoshard.spec import record
 from autoshard.spec.cluster import headroom_check
+from autoshard.spec.cluster_catalogue import cluster_names
 from autoshard.spec.file_kinds import RECIPE_FILE, refuse_other_kinds
-from autoshard.spec.files import read_data, shipped_files
+from autoshard.spec.files import read_data, seen_from, shipped_files
+from autoshard.spec.model_catalogue import model_names
 from autoshard.spec.price import checked_prices
 from autoshard.spec.training import Training
 from autoshard.spec.workload import BalancedOver, Documents, Optimizer, Precision
@@ -19,6 +21,7 @@ from autoshard.units import counted
 DEFAULT_CLUSTER = "trn1.32xlarge"
 RECIPES, SWEEPS = "recipes", "recipes/sweeps"  # folders of data that come with autoshard
 EngineChoice = Literal["nxd", "torch", "any"]
+_PATHS = ("model", "cluster", "calibration", "module")
 _TOKENS = re.compile(r"([0-9]+(?:\.[0-9]+)?)([kKMG])")  # of a batch
 Pins = NewType("Pins", str)  # keys of a candidate
 
@@ -160,6 +163,25 @@ def load_recipe(path: Path) -> Recipe:
     refuse_other_kinds(path, data, RECIPE_FILE)
     with inside(path):
         return recipe_of(data)
+
+
+def entries_seen_from(entries: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """Return entries of a file in a folder with the paths of what they ask about as seen from where we are.
+
+    A name of a catalogue is no path, whatever lies there.
+    """
+    catalogue = {*model_names(), *cluster_names()}
+
+    def seen(key: str, text: str) -> str:
+        is_name = text in catalogue or (key == "cluster" and not (folder / text).is_file())  # it has other names too
+        return text if is_name else seen_from(text, folder)
+
+    return {
+        key: ",".join(seen(key, part) for part in value.split(","))
+        if key in _PATHS and isinstance(value, str)
+        else value
+        for key, value in entries.items()
+    }
 
 
 def _unknown(key: str) -> str:

@@ -8,6 +8,7 @@ from typing import Literal
 
 from autoshard.errors import in_range, require
 from autoshard.extensions import from_folder
+from autoshard.spec.files import seen_from
 
 LossOn = Literal["all", "answers"]
 Check = Literal["sizes", "full"]
@@ -77,14 +78,8 @@ def _weights_checked(sets: Mapping[str, float]) -> list[tuple[bool, str, str]]:
 
 
 def _seen_from(sets: Mapping[str, float], folder: Path) -> Mapping[str, float]:
-    """Return sets as seen from the folder of a recipe: a path that exists only from there leads there."""
-
-    def is_there(path: Path) -> bool:
-        names = path.name, f"{path.name}.idx", path.name.partition(":")[0]
-        return any(path.with_name(name).exists() for name in names if name)
-
-    beside = {name: is_there(folder / name) and not is_there(Path(name)) for name in sets}
-    return {str(folder / name) if beside[name] else name: weight for name, weight in sets.items()}
+    """Return sets as seen from the folder of a recipe."""
+    return {seen_from(name, folder): weight for name, weight in sets.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -308,9 +303,11 @@ class Training:
         return replace(self.data, sets=self.eval.sets)
 
     def seen_from(self, folder: Path) -> "Training":
-        """Return the settings with sets as seen from the folder of a recipe."""
+        """Return the settings with sets and weights as seen from the folder of a recipe."""
         data = replace(self.data, sets=_seen_from(self.data.sets, folder))
-        return replace(self, data=data, eval=replace(self.eval, sets=_seen_from(self.eval.sets, folder)))
+        weights = self.init_weights and seen_from(self.init_weights, folder)
+        judging = replace(self.eval, sets=_seen_from(self.eval.sets, folder))
+        return replace(self, data=data, eval=judging, init_weights=weights)
 
     def absolute(self, here: Path) -> "Training":
         """Return the settings with absolute paths; relative ones lead from the folder ``here``."""

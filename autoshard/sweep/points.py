@@ -15,8 +15,8 @@ from autoshard.extensions import EXTENSIONS
 from autoshard.plan.codec import load
 from autoshard.spec import record
 from autoshard.spec.file_kinds import SWEEP_FILE, refuse_other_kinds
-from autoshard.spec.files import named_file, read_data
-from autoshard.spec.recipe import RECIPES, SWEEPS, TRAINING_KEYS, Recipe, recipe_of
+from autoshard.spec.files import named_file, read_data, seen_from
+from autoshard.spec.recipe import RECIPES, SWEEPS, TRAINING_KEYS, Recipe, entries_seen_from, recipe_of
 
 MOST_POINTS = 100_000
 _PLAN = "plan"  # a key that stands for a whole question: the path of a plan file
@@ -168,9 +168,9 @@ def points_of(sweep: Sweep, folder: Path) -> tuple[SweepPoint, ...]:
 
 def points_of_question(sweep: Sweep, base: Entries, override: Entries, folder: Path) -> list[SweepPoint]:
     """Return the points of one question: its best plan, and as many more as the sweep wants."""
-    entries = merged_entries(base, override)
+    entries = entries_seen_from(merged_entries(base, override), folder)
     if _PLAN in entries:
-        entries[_PLAN] = str(folder / str(entries[_PLAN]))
+        entries[_PLAN] = seen_from(str(entries[_PLAN]), folder)
         question_keys = sorted(entries.keys() - {_PLAN, *TRAINING_KEYS})
         require((not question_keys, _PLAN, f"has answered its question. Leave out {', '.join(question_keys)}"))
     require((not {MODULE, "model"} <= {*entries}, MODULE, "is the model. Leave out model"))
@@ -195,9 +195,11 @@ def points_of_question(sweep: Sweep, base: Entries, override: Entries, folder: P
 
 def base_of(sweep: Sweep, folder: Path) -> Entries:
     """Return the entries that all points share: those of the recipe, with those of the sweep over them."""
-    data = {} if sweep.recipe is None else read_data(_recipe_path(sweep.recipe, folder))
+    path = _recipe_path(sweep.recipe, folder) if sweep.recipe else None
+    data = read_data(path) if path else {}
     require((isinstance(data, dict), "recipe", f"{sweep.recipe} is no recipe"))
-    return merged_entries(cast(dict[str, Any], data), sweep.base)
+    entries = cast(dict[str, Any], data)
+    return merged_entries(entries_seen_from(entries, path.parent) if path else entries, sweep.base)
 
 
 def _recipe_path(name: str, folder: Path) -> Path:

@@ -9,7 +9,7 @@ from pathlib import Path
 from autoshard.errors import Fault, Faults, InputError
 from autoshard.extensions import user_function
 from autoshard.search.ask.api import request_of
-from autoshard.spec.recipe import QUESTION_KEYS, recipe_of
+from autoshard.spec.recipe import QUESTION_KEYS, entries_seen_from, recipe_of
 from autoshard.sweep.points import MODULE, Entries, Sweep, base_of, merged_entries
 
 _OPTION = re.compile(r"--([a-z-]+)")
@@ -20,7 +20,7 @@ class SweepQuestions:
 
     def __init__(self, sweep: Sweep, folder: Path) -> None:
         self._axes: Sequence[Sequence[Entries]] = list(sweep.axes.values())
-        self._base, self._faults = base_of(sweep, folder), dict[str, tuple[Fault, ...]]()
+        self._folder, self._base, self._faults = folder, base_of(sweep, folder), dict[str, tuple[Fault, ...]]()
 
     def refuse(self) -> None:
         """Refuse values that are wrong in every point that has them; where others go with a value, it is no mistake."""
@@ -43,7 +43,7 @@ class SweepQuestions:
 
     def _of(self, override: Entries) -> tuple[Fault, ...]:
         """Return what is wrong with the question of a point, under the keys of its file."""
-        entries = merged_entries(self._base, override)
+        entries = entries_seen_from(merged_entries(self._base, override), self._folder)
         question = {key: entries[key] for key in ("nodes", MODULE, *QUESTION_KEYS) if key in entries}
         if "plan" in entries:  # it was answered
             return ()

@@ -39,9 +39,9 @@ class Rule:
     def __post_init__(self) -> None:
         """Refuse keys that nothing has: a search asks a Rule when it has chosen the keys that this one judges."""
         names = [field.name for part in (Candidate, Workload) for field in fields(part)]
-        known = sorted({*names, "engine"})
-        unknown = sorted(self.keys - {*known})
-        require(*((False, f"rule {self.id}", f"{key!r} is no key of a plan. {nearest(key, known)}") for key in unknown))
+        words = sorted({*names, "engine"})
+        unknown = sorted(self.keys - {*words})
+        require(*((False, f"rule {self.id}", f"{key!r} is no key of a plan. {nearest(key, words)}") for key in unknown))
 
     @property
     def keys(self) -> frozenset[str]:

@@ -167,7 +167,8 @@ def test_a_recipe_states_sets_with_weights(weight: float) -> None:
 
 
 def test_a_recipe_names_sets_from_its_own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_set(tmp_path / "recipes" / "data" / "set", counting(9, [9]))
+    for folder in ("recipes", "."):
+        write_set(tmp_path / folder / "data" / "set", counting(9, [9]))
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path)
     sets = {"data/set": 1.0, "here": 2.0, "nowhere": 3.0}
