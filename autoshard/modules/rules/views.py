@@ -1,5 +1,6 @@
 """Rules of views, slices and joins: which dims lie where afterwards."""
 
+from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
@@ -123,6 +124,7 @@ def sliced(reader: Reader, node: Node) -> None:
     start, _, steps = slice(argument(node, "start"), argument(node, "end"), argument(node, "step")).indices(size)
     in_turns = length * steps == size and start < steps > 1  # as gates and what they scale lie in one product
     beside = reader.is_product(reading, axis) and length and not (size % length or start % length) and steps == 1
+    beside = beside and length == min(_lengths_beside(node, axis))  # a longer part is none of these: heads of queries
     if in_turns or beside:  # as queries, keys and values lie in one product
         parts, part = fresh(size // length), fresh(length)
         as_read = [part, parts] if in_turns else [parts, part]
@@ -139,6 +141,14 @@ def sliced(reader: Reader, node: Node) -> None:
             return
     part_position = fresh(length)
     reader.local(node, ([reading], [*rest[0], part_position, *rest[1]]), [whole, part_position])
+
+
+def _lengths_beside(node: Node, axis: int) -> Iterator[int]:
+    """Yield how long the parts of an axis are that are sliced off the same tensor."""
+    sliced_by = getattr(node.target, "_opname", None)
+    for user in node.args[0].users:
+        if user.op == "call_function" and getattr(user.target, "_opname", None) == sliced_by and axis in axes_of(user):
+            yield user.meta["val"].shape[axis]
 
 
 def split_axis(reader: Reader, node: Node) -> None:

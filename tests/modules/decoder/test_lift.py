@@ -124,6 +124,16 @@ def test_a_decoder_has_the_numbers_and_the_flops_that_torch_counts(name: str):
     assert ours == sum(counts["Global"].values()) - angles
 
 
+@pytest.mark.parametrize("kv_heads", rest_is_slow([4, 8, 2, 1], 1))
+def test_one_product_makes_queries_keys_and_values_of_any_number_of_heads(kv_heads: int):
+    """With twice as many queries as keys a part of keys is half of that of queries, and none of its heads."""
+    make = of_transformers("Phi3", num_key_value_heads=kv_heads)
+    model = lifted(on_meta(make))
+    assert (model.num_heads, model.num_kv_heads, model.head_dim) == (8, kv_heads, 8)
+    assert model.traced and model.traced.unlifted == ()
+    assert model.num_parameters == sum(parameter.numel() for parameter in make().parameters())
+
+
 NOTES: Mapping[str, tuple[str, ...]] = {
     "Cohere": ("head: mul_own (mul) is planned by its work alone",),
     "Gemma 2": (
