@@ -97,11 +97,13 @@ def verify(plan: PlanLike) -> Account:
 def report(*plans: PlanLike, run: str | Path | None = None, out: str | Path = "report.html") -> Path:
     """Draw plans, and a run of the first, as one page of HTML; return its path."""
     from autoshard.commands.report import draw_page
+    from autoshard.commands.writing.places import page_checks
 
     require((bool(plans), "plans", "must be at least one"))
     checked = [_checked(plan) for plan in plans]
     names = [str(plan) if isinstance(plan, str | Path) else f"plan {place}" for place, plan in enumerate(plans, 1)]
     require((len({*names}) == len(names), "plans", "are named twice; name each file once"))
+    require(*page_checks(Path(out), "out"))
     return draw_page(dict(zip(names, checked, strict=True)), Path(run) if run else None, Path(out))
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from autoshard.calibration.calibrate import fit, samples_in
 from autoshard.commands.output import print_answer, print_left_out, write_text
-from autoshard.commands.writing.places import place_checks
+from autoshard.commands.writing.places import CALIBRATION, place_checks
 from autoshard.cost.calibration import calibration_text
 from autoshard.errors import require
 from autoshard.report.validation import calibration_report
@@ -24,7 +24,7 @@ def calibrate(rows: Path, cluster: str, out: Path, date: str | None = None, json
         date: The date of the calibration. Default: the newest date in the rows.
         json: Print one JSON object instead of text.
     """
-    require(*place_checks(out))
+    require(*place_checks(out, holds=CALIBRATION))
     samples = samples_in(rows, cluster, date)
     print_left_out(samples.left_out)
     constants = fit(samples, out.stem)

@@ -7,7 +7,7 @@ from typing import cast
 from autoshard.calibration.contribution import Contribution, contribution
 from autoshard.calibration.rows import MeasuredRow
 from autoshard.commands.output import print_answer, print_left_out, write_text
-from autoshard.commands.writing.places import place_checks
+from autoshard.commands.writing.places import CONTRIBUTION, place_checks
 from autoshard.errors import require
 from autoshard.spec.record import encode
 from autoshard.units import counted, format_seconds
@@ -35,7 +35,7 @@ def contribute(folder: Path, out: Path = Path("contribution.jsonl"), json: bool 
         out: The file to write.
         json: Print one JSON object instead of text.
     """
-    require(*place_checks(out))
+    require(*place_checks(out, holds=CONTRIBUTION))
     from autoshard.runtime.here import (
         installed_packages,
         machine_words,

@@ -6,7 +6,7 @@ from pathlib import Path
 from autoshard.blocks.explain import explain as explained
 from autoshard.command_line.options import DEFAULT_PLAN
 from autoshard.commands.output import print_answer, print_refused, write_text
-from autoshard.commands.writing.places import place_checks
+from autoshard.commands.writing.places import TRACE, place_checks
 from autoshard.cost.built_in import calibration_of
 from autoshard.cost.calibration import load_calibration
 from autoshard.cost.predict import check_plan
@@ -51,7 +51,7 @@ def explain(
     require((run is None or trace is not None, "--run", "is what --trace draws beside the prediction. Type both"))
     if trace:
         is_plan = trace.exists() and plan.exists() and trace.samefile(plan)
-        require((not is_plan, f"--trace {trace}", "is the plan itself"), *place_checks(trace, "--trace"))
+        require((not is_plan, f"--trace {trace}", "is the plan itself"), *place_checks(trace, "--trace", TRACE))
     if is_module_plan(plan):
         options = {"--why-not": why_not, "--calibration": calibration, "--trace": trace, "--run": run}
         return _explain_module(plan, [name for name, value in options.items() if value is not None], json=json)

@@ -72,6 +72,34 @@ def test_a_file_that_cannot_be_written_is_refused_at_once(
     assert line.startswith(f"autoshard: {option} {place}: {says}")
 
 
+KEEPING = {
+    **{name: OF_FILES[name] for name in ("explain", "report", "calibrate", "watch")},
+    "contribute": ("contribute . --out {}", "--out", "commands.contribute.contribution"),
+    "plan --open": (f"{PLAN} --open --out {{}}", "the page of --open", "commands.plan.searched"),
+}
+
+
+@pytest.mark.parametrize("name", KEEPING)
+def test_a_file_that_holds_something_else_is_kept(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rows were lost to `calibrate rows.jsonl --out rows.jsonl`, and pages of others to `report --out index.html`."""
+    typed, option, work = KEEPING[name]
+    Path("rows.html").write_text("measured by me", encoding="utf-8")
+    line = refused(typed.format("rows.json" if "open" in name else "rows.html"), work, monkeypatch, capsys)
+    assert line == f"autoshard: {option} rows.html: holds something else, and is kept. Name another file"
+    assert Path("rows.html").read_text(encoding="utf-8") == "measured by me"
+
+
+def test_a_file_of_the_same_kind_and_an_empty_one_are_replaced() -> None:
+    assert main([*PLAN.split(), "--out", "p.json"]) == 0
+    Path("empty.json").touch()
+    for line in ("explain p.json --trace t.json", "explain p.json --trace empty.json", "report p.json --out p.html"):
+        assert main(line.split()) == main(line.split()) == 0
+    assert main(["calibrate", str(ROWS), "--cluster", "trn1", "--out", "fit.json"]) == 0
+    assert main(["calibrate", str(ROWS), "--cluster", "trn1", "--out", "fit.json"]) == 0
+
+
 @pytest.mark.parametrize(
     ("place", "says"),
     [

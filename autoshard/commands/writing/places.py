@@ -8,18 +8,27 @@ from tempfile import TemporaryFile
 from autoshard.files import FolderPath
 
 Check = tuple[bool, str, str]
+CALIBRATION, TRACE, CONTRIBUTION = b'"matrix_efficiency"', b'"displayTimeUnit"', b'"contributed"'
+_PAGE = b"Written by autoshard"  # what only files of a kind hold that a command writes
+_MOST_BYTES = 2**26  # that are looked through
 
 
-def place_checks(out: Path, option: str = "--out") -> list[Check]:
-    """Check that a file can be written at the path of an option."""
-    return _checked(_against_file, out, option)
+def place_checks(out: Path, option: str = "--out", holds: bytes = b"") -> list[Check]:
+    """Check that a file can be written at the path of an option; one that is there is kept unless it ``holds`` this."""
+    checks = _checked(_against_file, out, option)
+    if not holds or not checks[0][0] or not out.is_file():
+        return checks
+    with out.open("rb") as file:
+        before = file.read(_MOST_BYTES)
+    is_ours = not before or holds in before
+    return [*checks, (is_ours, f"{option} {out}", "holds something else, and is kept. Name another file")]
 
 
 def page_checks(out: Path, option: str = "--out") -> list[Check]:
     """Check that a page of HTML can be written at the path of an option, and that its name says so."""
     holds = out.suffix.lower() in ("", ".html", ".htm")
     message = f"is drawn as HTML. Name a .html file: {out.with_suffix('.html')}"
-    return [(holds, f"{option} {out}", message), *place_checks(out, option)]
+    return [(holds, f"{option} {out}", message), *place_checks(out, option, _PAGE)]
 
 
 def folder_checks(out: Path, option: str = "--out") -> list[Check]:

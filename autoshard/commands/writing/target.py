@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from autoshard.commands.output import print_notes
-from autoshard.commands.writing.places import place_checks
+from autoshard.commands.writing.places import page_checks
 from autoshard.errors import Faults, InputError, inside, require
 from autoshard.extensions import EXTENSIONS
 from autoshard.plan.codec import refuse_to_replace, save
@@ -58,7 +58,7 @@ class Target:
         beside = self.out.suffix != ".html" and (self.out.is_file() or not self.out.exists())
         where = "leaves no place beside it for the page of --open. Name a .json file"
         require((beside or not self.open, f"--out {self.out}", where))
-        require(*(place_checks(self.page, "the page of --open") if self.open else ()))
+        require(*(page_checks(self.page, "the page of --open") if self.open else ()))
         sized = self.deadline is not None or self.budget is not None
         require((not sized or self.tokens is not None, "--tokens", "missing; --deadline and --budget need it, e.g. 2T"))
         faults = Faults()
