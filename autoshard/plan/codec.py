@@ -20,6 +20,7 @@ from autoshard.spec.record import decode, encode
 from autoshard.version import __version__
 
 # Beside these files a plan is that of a run, or of a job.
+_OF_RUN = "plan.json"  # in the folder of a run, and of a job
 _OWNERS = {"training.json": "the run in this folder", "training.yaml": "the job in this folder"}
 
 # From a schema number to the function that rewrites a file of that number into the next one's form.
@@ -146,6 +147,10 @@ def load(source: str | Path, migrations: Migrations = MIGRATIONS) -> Plan:
     """Read a plan from JSON text, or from the file at a Path; all faults are reported in one InputError."""
     if isinstance(source, Path) and not source.exists():
         raise InputError.of(str(source), no_such_file(source, _plan_first(str(source))))
+    if isinstance(source, Path) and source.is_dir():
+        of_run = source / _OF_RUN
+        advice = f"It holds the plan {of_run}: name that file" if of_run.is_file() else "Name a plan file"
+        raise InputError.of(str(source), f"is a folder. {advice}")
     found = parsed_json(source, "plan") if isinstance(source, str) else read_data(source)
     if isinstance(source, Path) and file_kind_of(found) is not MODULE_PLAN_FILE:
         refuse_other_kinds(source, found, PLAN_FILE)

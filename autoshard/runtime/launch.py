@@ -28,7 +28,7 @@ from autoshard.runtime.machine import XLA
 from autoshard.runtime.meeting import GivenRank, joined_world, meeting_folder
 from autoshard.runtime.watchdog import HUNG, Watch, end_if_hung
 from autoshard.spec.training import Checkpointing
-from autoshard.units import format_seconds
+from autoshard.units import counted, format_seconds
 
 Body = Callable[[Say], Any]
 
@@ -269,5 +269,5 @@ def _numbers(environment: Mapping[str, str], *names: str) -> list[int]:
             Fault(where=name, message=f"must be a whole number, not {environment[name]!r}") for name in wrong
         )
     rank, num_ranks, *rest = (int(environment[name]) for name in names)
-    require((rank < num_ranks, names[0], f"is {rank}, but the ranks are 0 to {num_ranks - 1}"))
+    require((rank < num_ranks, names[0], f"is {rank}, but there are only {counted(num_ranks, 'rank')}, counted from 0"))
     return [rank, num_ranks, *rest]

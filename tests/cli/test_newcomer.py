@@ -42,7 +42,10 @@ BESIDE_A_PLAN = {
     "report --out report.pdf": "--out report.pdf: is drawn as HTML. Name a .html file: report.html",
     "watch --html run.png .": "--html run.png: is drawn as HTML. Name a .html file: run.html",
     "watch .": ".: holds a plan and no run. To run it, type: autoshard run plan.json",
+    "generate plan.json --prompt a": "plan.json: is a file. Name the folder of a run",
 }
+TAKES_A_PLAN = ("explain {}", "verify {}", "run {}", "launch {} --scheduler slurm", "compare {} plan.json", "report {}",
+                "export {} --to nxdt", "plan --like {} --nodes 1")  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -61,6 +64,17 @@ def test_a_line_beside_a_plan_says_what_to_type(typed: Typed) -> None:
         code, _, complaint = typed(line)
         assert code == 2 and says in complaint and len(complaint.splitlines()) == 1, line
     assert [path.name for path in Path().iterdir()] == ["plan.json"]
+
+
+@pytest.mark.parametrize("line", TAKES_A_PLAN)
+def test_a_folder_in_the_place_of_a_plan_is_told_from_one(line: str, typed: Typed) -> None:
+    Path("runs").mkdir()
+    says = "runs: is a folder. Name a plan file"
+    for _ in range(2):
+        code, _, complaint = typed(line.format("runs"))
+        assert code == 2 and says in complaint and complaint.count(" runs: ") == 1
+        Path("runs/plan.json").touch()
+        says = "runs: is a folder. It holds the plan runs/plan.json: name that file"
 
 
 @pytest.mark.slow

@@ -185,6 +185,8 @@ def _weights_in(source: Path, step: str | int) -> _Weights:
         return _Weights(folder=source, model=model, tokenizer=_tokenizer_in(source))
     checkpoint = checkpoint_of(source) if form == "autoshard" else None
     if checkpoint is None:
+        where = "Name the folder of a run, of a checkpoint, or of weights of Hugging Face"
+        require((not source.is_file(), str(source), f"is a file. {where}"))
         raise InputError.of(str(source), f"holds weights of another form ({form}). Type first: autoshard convert")
     folder, index = checkpoint
     if step != "newest":

@@ -45,7 +45,8 @@ class Shelf:
         path = self.storage.path(folder)
         data = self.storage.read(f"{folder}/{INDEX}")
         if data is None and step not in (steps := self.steps()):
-            there = f"there are {', '.join(map(str, sorted(steps)))}" if steps else "there is none"
+            numbers = ", ".join(map(str, sorted(steps)))
+            there = f"those of step{'s' if len(steps) > 1 else ''} {numbers} are there" if steps else "none is there"
             raise InputError.of(path, f"there is no checkpoint of step {step}; {there}")
         if data is None:
             raise InputError.of(path, "was not finished: it has no index")

@@ -82,7 +82,7 @@ def test_a_run_goes_back_to_a_step_that_is_named_and_on_from_there(tmp_path: Pat
     assert last == 9 and before < 9, "the newest two; a busy machine saves seldom"
     kept = next(step for step in (*rest, before) if step >= 4)
     assert kept < 8 and {step // 4 for step in rest} <= {1, 2}, "and the first at or after step 4 and step 8"
-    with pytest.raises(InputError, match="step-00000003: there is no checkpoint of step 3; there are "):
+    with pytest.raises(InputError, match="step-00000003: there is no checkpoint of step 3; those of steps "):
         trained(plan, tmp_path, 9, resume=3)
     again = trained(plan, tmp_path, kept + 1, resume=kept)
     assert again.started.step == kept and again.curve == {kept + 1: first.curve[kept + 1]}
