@@ -12,6 +12,7 @@ from autoshard.plan.plan import Plan
 from autoshard.report.page.account import Account
 from autoshard.report.sheet import Node
 from autoshard.run.folder import RUNS
+from autoshard.search.ask.answers import PlanResult
 from autoshard.search.ask.python_words import python_words
 
 PlanLike = Plan | str | Path  # a plan, or the path of its file
@@ -47,6 +48,8 @@ def explain(plan: PlanLike, *, why_not: Mapping[str, Any] | str | None = None) -
     from autoshard.search.ask.what_if import alternatives, why_not as best_of
     from autoshard.spec.recipe import Pins
 
+    stated = why_not is None or isinstance(why_not, str | Mapping)
+    require((stated, "why_not", f"must be keys with values, as {{'tp': 8}} or 'tp=8', not {why_not!r}"))
     checked = _checked(plan)
     read, notes = checked.plan, [checked.remark] if checked.remark else []
     constants, times = calibration_of(read), rank_times(read)
@@ -159,7 +162,7 @@ def export(plan: PlanLike, to: str) -> Account:
         to: The program: nxdt, megatron, torchtitan, accelerate or deepspeed.
     """
     from autoshard.commands.interchange.export import ExportName
-    from autoshard.exports.price import exported
+    from autoshard.exports.price import export_checks, exported
     from autoshard.imports.imported import PROGRAMS
     from autoshard.report.interchange import export_json, export_sheets
 
@@ -167,8 +170,7 @@ def export(plan: PlanLike, to: str) -> Account:
     require((to in programs, "to", f"{to!r} is not known. {nearest(to, tuple(programs))}"))
     checked, program = _checked(plan), programs[to]
     read = checked.plan
-    right_engine = read.engine == program.engine
-    require((right_engine, "to", f"{program.title} does not run on {read.cluster.name}, which the plan is for"))
+    require(*export_checks(read, program, "plan", "to"))
     answer = exported(read, program)
     data = export_json(answer, "", checked.remark)
     return Account(tuple(export_sheets(answer, Node(data))), data)
@@ -185,16 +187,22 @@ def run(plan: str | Path, *, out: str | Path | None = None, **options: Any) -> P
 
     Raises RunFailed where the run does not end well; what it printed says why.
     """
+    from autoshard.command_line.options import options_of
     from autoshard.command_line.reading import read_options
     from autoshard.commands.run import run as run_command
     from autoshard.spec.files import named_file
     from autoshard.spec.recipe import RECIPES
 
+    _require_plan(plan, (str, Path), "the path of a plan that was saved, or a recipe")
     file = named_file(Path(plan), RECIPES)
     folder = Path(out) if out is not None else Path(RUNS) / file.stem
     words = [str(file), "--out", str(folder)]
+    switches = {option.flag: option.words for option in options_of(run_command)}
     for name, value in options.items():
         flag = f"--{name.replace('__', '.').replace('_', '-')}"
+        if flag in switches and (value is None or (value is False and not switches[flag])):
+            continue  # as where it is not stated
+        value = "false" if value is False else value
         pairs = [f"{key}={entry}" for key, entry in value.items()] if isinstance(value, Mapping) else [str(value)]
         words += [flag] if value is True else [word for pair in pairs for word in (flag, pair)]
     if run_command(**read_options("run", run_command, words)):
@@ -202,8 +210,16 @@ def run(plan: str | Path, *, out: str | Path | None = None, **options: Any) -> P
     return folder
 
 
+def _require_plan(plan: object, kinds: tuple[type, ...] = (Plan, str, Path), what: str = "a plan, or its path") -> None:
+    """Refuse what is neither a plan nor its path; the result of a search holds one."""
+    advice = ". Its plan is result.plan" if isinstance(plan, PlanResult) and Plan in kinds else ""
+    message = f"must be {what}, not a value of {type(plan).__name__}{advice}"
+    require((isinstance(plan, kinds), "plan", message))
+
+
 def _checked(plan: PlanLike, *, to_run: bool = False) -> CheckedPlan:
     """Return a plan with this version's prediction; refuse one that cannot run, but for its memory."""
+    _require_plan(plan)
     where = "plan" if isinstance(plan, Plan) else str(plan)
     content = plan if isinstance(plan, Plan) else read_plan(Path(plan))
     with inside(where):

@@ -148,3 +148,37 @@ def test_a_run_of_what_is_not_there_is_refused() -> None:
         autoshard.run("tiny-txt")
     with pytest.raises(InputError, match="Type --learning-rate"):
         autoshard.run("tiny-text", lr=1e-3)
+
+
+def test_values_of_other_kinds_are_refused_by_the_name_of_their_argument(plan_file: Path) -> None:
+    result = autoshard.plan("tiny-llama", "local", fix={"tp": 2, "pp": 1, "mbs": 8})
+    calls = {
+        "fix: must be keys with values": lambda: autoshard.plan("tiny-llama", "local", fix=["tp=2"]),  # type: ignore[arg-type]
+        "choose.best: there is no such answer": lambda: autoshard.plan("tiny-llama", "local", choose="best"),
+        "plan: must be a plan, or its path, .*result.plan": lambda: autoshard.explain(result),  # type: ignore[arg-type]
+        "plan: must be a plan, or its path, not a value of NoneType": lambda: autoshard.verify(None),  # type: ignore[arg-type]
+        "why_not: must be keys with values": lambda: autoshard.explain(plan_file, why_not=3),  # type: ignore[arg-type]
+        "plan: must be the path of a plan": lambda: autoshard.run(result.plan),  # type: ignore[arg-type]
+    }
+    for message, call in calls.items():
+        with pytest.raises(InputError, match=f"^{message}"):
+            call()
+
+
+def test_a_model_that_a_program_has_no_key_for_is_refused_as_by_the_command(tmp_path: Path) -> None:
+    model, path = "tiny-olmo2", tmp_path / "plan.json"
+    autoshard.plan(model, "local", fix={"tp": 1, "pp": 1, "mbs": 8}).save(path)
+    assert main(["export", str(path), "--to", "megatron"]) == 2
+    with pytest.raises(InputError, match=f"^plan: Megatron-LM has no key for .* of {model}. Choose another"):
+        autoshard.export(path, "megatron")
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_what_is_false_or_none_is_as_on_a_command_line_without_it(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    autoshard.run("tiny-text", steps=1, json=False, seed=None, eval__keep_best=False, out=out)
+    training = json.loads((out / "training.json").read_text(encoding="utf-8"))
+    assert training["eval"]["keep_best"] is False and training["steps"] == 1
+    with pytest.raises(InputError, match="--stepz: unknown option"):
+        autoshard.run("tiny-text", stepz=None, out=out)

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 from autoshard.cost.built_in import calibration_of
 from autoshard.cost.doubt import ratio_of
-from autoshard.errors import InputError
+from autoshard.errors import Check, InputError
 from autoshard.exports.limits import Expressed, expressed
 from autoshard.exports.writing import text_of
 from autoshard.imports.table import OtherProgram
@@ -30,6 +30,18 @@ class ExportAnswer:
     unpriced: str  # why there is no price
     refused: tuple[Rejection, ...]  # of what the program will run
     ratio: Ratio | None  # as it is run, against as it was planned
+
+
+def export_checks(plan: Plan, program: OtherProgram, of_plan: str, of_program: str) -> list[Check]:
+    """Check that a program can train a plan's model where the plan runs; faults name the places of these two."""
+    unsayable = ", ".join(program.limits.unsayable(plan.model))
+    advice = "Plan for GPUs (--cluster h100)" if plan.engine == "nxd" else "Plan for Trainium (--cluster trn1)"
+    of_code = f"{plan.model.name} was read off its code, and {program.title} knows models by name. Use autoshard run"
+    if plan.model.traced is not None:  # no other model or machine would do
+        return [(False, of_plan, of_code)]
+    unknown = f"{program.title} has no key for {unsayable} of {plan.model.name}. Choose another"
+    elsewhere = f"{program.title} does not run on {plan.cluster.name}. {advice}"
+    return [(not unsayable, of_plan, unknown), (plan.engine == program.engine, of_program, elsewhere)]
 
 
 def exported(plan: Plan, program: OtherProgram) -> ExportAnswer:

@@ -8,7 +8,7 @@ from autoshard.commands.output import print_answer, print_refused, write_text
 from autoshard.commands.writing.places import place_checks
 from autoshard.cost.predict import check_plan
 from autoshard.errors import require
-from autoshard.exports.price import exported
+from autoshard.exports.price import export_checks, exported
 from autoshard.exports.writing import SUFFIXES
 from autoshard.imports.imported import PROGRAMS
 from autoshard.plan.codec import load
@@ -39,14 +39,7 @@ def export(
     target = out or plan.with_name(f"{plan.stem}.{to}.{SUFFIXES[program.form]}")
     require(*place_checks(target))
     read = load(plan)
-    unsayable = ", ".join(program.limits.unsayable(read.model))
-    advice = "Plan for GPUs (--cluster h100)" if read.engine == "nxd" else "Plan for Trainium (--cluster trn1)"
-    of_code = f"{read.model.name} was read off its code, and {program.title} knows models by name. Use autoshard run"
-    require((read.model.traced is None, str(plan), of_code))  # no other model or machine would do
-    require(
-        (not unsayable, str(plan), f"{program.title} has no key for {unsayable} of {read.model.name}. Choose another"),
-        (read.engine == program.engine, f"--to {to}", f"{program.title} does not run on {read.cluster.name}. {advice}"),
-    )
+    require(*export_checks(read, program, str(plan), f"--to {to}"))
     checked = check_plan(read)
     if misfits := [reason for reason in checked.rejections if reason.rule_id != "memory"]:
         return print_refused(misfits, json=json)

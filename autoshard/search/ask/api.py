@@ -9,7 +9,7 @@ from typing import Any, TypeVar, get_args
 from autoshard.cost.built_in import built_in
 from autoshard.cost.calibration import Calibration, load_calibration
 from autoshard.cost.terms import CostTerm
-from autoshard.errors import Fault, Faults, InputError, require
+from autoshard.errors import Fault, Faults, InputError, inside, require
 from autoshard.layout.pin import Pin, pins_of as layout_pins
 from autoshard.plan.candidate import parse_pins, pins_text
 from autoshard.plan.lowering import ATOMS
@@ -38,6 +38,7 @@ _TYPES: Mapping[str, tuple[Any, str, str]] = {
     "workload": (Workload, "a Workload", ". Name the others: nodes=4, seq_len=8192"),
     "global_batch": (int | str, "a whole number, or tokens in words as '4M'", ""),
     "headroom": (int | float, "a share such as 0.1", ""),
+    "fix": ((str, Mapping), "keys with values, as {'tp': 8} or 'tp=8'", ""),
 }
 
 
@@ -110,7 +111,7 @@ def plan(  # noqa: PLR0913
     options = QuestionOptions(seq_len=seq_len, global_batch=global_batch, precision=precision)
     with python_words():
         _require_types(nodes=nodes, seq_len=seq_len, top=top)
-        _require_types(workload=workload, global_batch=global_batch, headroom=headroom)
+        _require_types(workload=workload, global_batch=global_batch, headroom=headroom, fix=fix)
         the_model = model if isinstance(model, ModelSpec) else load_model(model)
         the_cluster = with_user_price(_cluster(cluster, nodes), price)
         _require_objective(the_cluster, objective)
@@ -160,7 +161,10 @@ def _searched(request: Request, how: Search, top: int, choose: str | None) -> Pl
     result = how.method(request) if how.method else search_all(request, top, simple_within=within)
     if not result.plans:
         raise unanswered(request, result)
-    return answers_of(request, result, choose)
+    answers = answers_of(request, result, choose)
+    with inside("choose"):
+        answers.named(answers.name)  # refused here, and not where the plan is read
+    return answers
 
 
 def _over(work: Workload | None, options: QuestionOptions) -> tuple[Workload, str] | None:
