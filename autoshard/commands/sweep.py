@@ -161,7 +161,9 @@ def _conclude(
     """Print the table, and write it to the places that options name."""
     page = folder / PAGE
     replace_text(page, sweep_page(source.stem, rows))
-    notes = [f"wrote {folder / ROWS}", f"wrote {page}: the sweep drawn"]
+    idle = content.training_keys if content.mode == "plan" else ()
+    notes = [f"{', '.join(idle)}: of training, which changes no plan. For runs write mode: run"] if idle else []
+    notes += [f"wrote {folder / ROWS}", f"wrote {page}: the sweep drawn"]
     if parquet:
         notes.append(f"wrote {write_parquet(rows, folder)}")
     if wandb is not None:

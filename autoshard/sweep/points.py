@@ -118,8 +118,13 @@ class Sweep:
     @property
     def varies_training(self) -> bool:
         """Whether points differ in how they are trained, so that their losses say which is the best."""
-        sections = {key.partition(".")[0] for choices in self.axes.values() for choice in choices for key in choice}
-        return self.mode == "run" and not sections.isdisjoint(TRAINING_KEYS)
+        return self.mode == "run" and bool(self.training_keys)
+
+    @property
+    def training_keys(self) -> tuple[str, ...]:
+        """The keys of training that the axes set; they tell no plans from each other."""
+        keys = dict.fromkeys(key for choices in self.axes.values() for choice in choices for key in choice)
+        return tuple(key for key in keys if key.partition(".")[0] in TRAINING_KEYS)
 
     @property
     def axes(self) -> "dict[str, Sequence[Entries]]":

@@ -38,6 +38,8 @@ def test_a_sweep_is_done_once_and_more_points_are_added(typed: Typed) -> None:
     assert "8 query heads of tiny-llama do not divide by 3" in found["rows"][2]["message"]
     assert Path("sweeps/tiny/rows.parquet").is_file() and "wrote sweeps/tiny/rows.parquet" in found["notes"]
     assert "3 of 3 points are already done" in typed(ONE)[1]
+    sweep_of(grid={"ranks": [1], "steps": [2, 3]})
+    assert "steps: of training, which changes no plan. For runs write mode: run" in typed(ONE)[1]
 
 
 @pytest.mark.slow
