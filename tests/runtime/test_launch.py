@@ -15,6 +15,7 @@ from autoshard.errors import InputError, RunFailed
 from autoshard.runtime.launch import Placing, first_node, given_rank, launch
 from autoshard.runtime.meeting import GivenRank
 from autoshard.runtime.watchdog import Watch
+from tests.runtime import cases
 from tests.runtime.cases import children_of, environment, is_alive, started, tiny_plan, wait_until, write_tiny
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "here", "MASTER_PORT": "29500"}
@@ -112,6 +113,28 @@ def test_a_signal_ends_all(number: signal.Signals, whom: str, code: int, says: s
         errors = process.stderr.read() if process.stderr else ""
         assert process.wait(10) == code
     assert says in errors and "Traceback" not in errors
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("number", "says"),
+    [
+        (signal.SIGTERM, ("it has ended with exit code 143", "stopped by SIGTERM")),
+        (0, ("it runs\nrank 0 (", "waits for ", "train.py", " in on_forks\n")),
+    ],
+)
+def test_a_test_that_waits_in_vain_says_where_the_run_stood(
+    number: int, says: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_tiny(tmp_path)
+    with pytest.raises(AssertionError) as caught, started(tmp_path, "run", "tiny.json", "--steps", "9999") as process:
+        wait_until((tmp_path / "runs" / "tiny" / "metrics.jsonl").is_file, "a step", process)
+        os.kill(process.pid if number else children_of(process.pid)[1], number or signal.SIGSTOP)
+        monkeypatch.setattr(cases, "PATIENCE_S", cases.PATIENCE_S if number else 1.0)
+        wait_until(lambda: False, "what never comes", process)
+    (note,) = caught.value.__notes__
+    assert all(words in note for words in says), note
 
 
 def world(num_ranks: int) -> dict[str, str]:

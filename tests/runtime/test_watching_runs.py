@@ -27,7 +27,7 @@ def test_a_run_is_seen_to_go_on_and_to_be_killed(tmp_path: Path, capsys: pytest.
     (folder := tmp_path / "run").mkdir()
     assert seen(folder).state == "not begun"
     with started(tmp_path, *ENDLESS, "--checkpoint.every-steps", "5") as process:
-        wait_until(lambda: (now := seen(folder)).step >= 8 and now.checkpoint is not None, "a checkpoint is saved")
+        wait_until(lambda: bool((now := seen(folder)).step >= 8 and now.checkpoint), "a checkpoint is saved", process)
         now = seen(folder)
         assert now.state == "running" and now.num_ranks == 2 and now.num_steps == 100000 and now.starts == (0,)
         assert now.pace and now.pace.ratio and now.memory and now.left_s and len(now.losses) >= 8
@@ -46,14 +46,14 @@ def test_a_run_is_stopped_and_goes_on_and_a_rank_that_is_stopped_is_named_then_a
     write_tiny(tmp_path)
     folder = tmp_path / "run"
     with started(tmp_path, *ENDLESS) as process:
-        wait_until(lambda: folder.is_dir() and seen(folder).step >= 3, "steps are taken")
+        wait_until(lambda: folder.is_dir() and seen(folder).step >= 3, "steps are taken", process)
         process.terminate()
         assert process.wait(60) == 143
     now = seen(folder)
     assert (now.state, now.reason) == ("stopped", "by SIGTERM, before its last step")
     before = now.step
     with started(tmp_path, *ENDLESS) as process:
-        wait_until(lambda: seen(folder).step >= before + 8, "the run goes on")
+        wait_until(lambda: seen(folder).step >= before + 8, "the run goes on", process)
         assert len(seen(folder).starts) == 2
         stopped = children_of(process.pid)[1]
         os.kill(stopped, signal.SIGSTOP)
