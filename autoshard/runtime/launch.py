@@ -77,7 +77,7 @@ def launch(launched: GivenRank | None, num_ranks: int, body: Body, *, show: Say,
         except Exception as error:
             with suppress(OSError):  # the disk of the log may be full
                 traceback.print_exc()
-            cause = f"{type(error).__name__}: {error}"
+            cause = "; ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
             raise RunFailed(f"rank {launched.rank} of {launched.num_ranks} failed: {cause}") from error
         return answer if launched.rank == 0 else None
     assert device != XLA, "its devices are not for forks"

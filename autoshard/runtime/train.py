@@ -1,11 +1,12 @@
 """The loop of a run on one rank: from where it stands to its last step, with saves, signals and numbers gone wrong."""
 
 import resource
+import secrets
 import signal
 import time
 from collections import deque
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Literal, NoReturn
@@ -32,7 +33,7 @@ from autoshard.runtime.launch import only_extracts
 from autoshard.runtime.machine import CUDA, adding_in_order, refuse_full_device
 from autoshard.runtime.out_of_memory import explained_when_full
 from autoshard.runtime.profiling import StepProfile
-from autoshard.runtime.rescue import StateRescue
+from autoshard.runtime.rescue import StateRescue, rescuing
 from autoshard.runtime.restart import training_text
 from autoshard.runtime.resume import begin, require_storage, run_storage, usable
 from autoshard.runtime.watchdog import Watch
@@ -50,16 +51,14 @@ def train(plan: Plan, run: Run, build: Builds, say: Say, watch: Watch | None = N
     """Take the steps of a run on this rank, and say each when it is done; torch's world must be running.
 
     ``STOPS`` do not end the process at once: the step ends first, and the state is saved. Where ``watch`` sees ranks
-    that hang, it saves the state before it ends them.
+    that hang, it saves the state before it ends them; so does a failure of any rank.
     """
     run = replace(run, activity=RankActivity(activity_folder(run.folder) / str(dist.get_rank())))
     signals: list[int] = []
     in_order = adding_in_order(run.device, asked=run.training.deterministic)
     with in_order, handling(lambda number, _: signals.append(number), *STOPS):
         loop = _Loop(plan, run, build, say, signals)
-        if watch is not None and run.training.checkpoint.saves:
-            watch.rescue = loop.rescue
-        with loop.loader:
+        with loop.loader, loop.rescued_by(watch) if watch and run.training.checkpoint.saves else nullcontext():
             return loop.run()
 
 
@@ -81,8 +80,9 @@ class _Loop:
         # Devices take no Python objects; saving talks while steps do. Loading and compiling may take hours.
         self._hosts: Any = dist.new_group(backend="gloo", timeout=_LONGEST)
         # The first rank has read the run's folder, which may lie on its machine alone.
-        self._run = run = replace(run, training=from_first_rank(lambda: run.training, self._hosts))
-        self._rescue = StateRescue()
+        training, start = from_first_rank(lambda: (run.training, secrets.token_hex()), self._hosts)
+        self._run = run = replace(run, training=training)
+        self._rescue = StateRescue(start)
         self._saves, keeping = run.training.checkpoint.saves, run.training.checkpoint
         saving = dist.new_group(backend="gloo", timeout=_LONGEST) if self._saves else None
         if self._saves:
@@ -295,18 +295,27 @@ class _Loop:
         self._rescue.begin_changing()
         return True
 
-    def rescue(self) -> str:
+    def rescued_by(self, watch: Watch) -> AbstractContextManager[None]:
+        """Return a context in which the state of the last step is saved before a hang or a failure ends the run."""
+        watch.rescue = self._save_state
+        return rescuing(self._rescue, watch, self._run.activity)
+
+    def _save_state(self) -> str:
         """Save the state of the last step from another thread, and say what became of it: the run is ended after it."""
+        if self._saver.busy:  # what is copied already is worth waiting for
+            _, failure = self._saver.ended()
+            self._saved_state = self._saved_state if failure else self._saving_state
 
         def save() -> str:
-            if self._saver.busy:
-                self._saver.ended()
             self._saver.begin(self._state, self._engine.pieces(), prunes=False, alone=True)
             return self._saver.ended()[1]
 
-        step = self._state.step
-        is_saved = self._state == self._saved_state
-        return f"step {step} is saved already" if is_saved else self._rescue.save(step, save)
+        step, newest = self._state.step, self._saved_state.step
+        if self._state == self._saved_state:
+            return f"the state of step {step} is saved"
+        if not (reason := self._rescue.save(step, save)):
+            return f"the state of step {step} was saved before"
+        return f"the state was not saved: {reason}{f'; that of step {newest} is' if newest else ''}"
 
     def _agree(self) -> tuple[int, int, int]:
         """Return on all ranks which signal one of them got, whether one still saves, and whether a save is due."""

@@ -48,6 +48,7 @@ class Watch:
         self._looked_s = self._counts_from_s = time.monotonic()
         self._stopped_s: dict[int, float] = {}  # by process: since when it is seen to be stopped
         self.rescue: Rescue | None = None
+        self._rescuing, self._rescued = threading.Lock(), ""
 
     def learn(self, said: object) -> None:
         """Learn from a step how long steps take; the first ones take longer."""
@@ -112,13 +113,18 @@ class Watch:
         return "\n".join([f"{what}. {line(first)}", *(f"  {line(rank)}" for rank in sorted(rest))])
 
     def rescued(self) -> str:
-        """Let the state be saved before the run ends; return what became of it as a line, if anything can be said."""
-        if self.rescue is None:
-            return ""
+        """Let the state be saved before the run ends; return what became of it as a line, if anything can be said.
+
+        It is done once, whoever asks for it first: this watch, or a failure.
+        """
+        with self._rescuing:
+            self._rescued = self._rescued or (self._save(self.rescue) if self.rescue else "")
+        return self._rescued
+
+    def _save(self, rescue: Rescue) -> str:
         if self._stopped_s:
             return "the state was not saved: a rank cannot run"
         said, limit_s = list[str](), max(_RESCUE_S, self._options.data_s)
-        rescue = self.rescue
         thread = threading.Thread(target=lambda: said.append(rescue()), daemon=True, name="rescue")
         thread.start()
         thread.join(limit_s)
