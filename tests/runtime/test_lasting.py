@@ -1,17 +1,24 @@
-"""What is printed may be lost: a full disk, or a reader that is gone, ends no run."""
+"""What is printed may be lost: a full disk, or a reader that is gone or rests, ends no run."""
 
+import fcntl
 import io
 import os
 import pty
+import re
+import select
 import signal
 import sys
+import termios
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from autoshard.cli import main
 from autoshard.commands.running.lasting import LastingOutput
-from tests.runtime.cases import read_metrics, write_tiny
+from tests.runtime.cases import read_metrics, started, wait_until, write_tiny
 
 
 def unread() -> io.TextIOWrapper:
@@ -70,6 +77,79 @@ def test_nobody_waits_for_the_lines_of_a_terminal_that_is_closed(monkeypatch: py
             os.close(window)
             sys.stdout.write("another step\n")
     assert not output.failure
+
+
+@contextmanager
+def resting(patch: pytest.MonkeyPatch, terminal: bool) -> Iterator[Callable[[], str]]:
+    """A reader of stdout that takes nothing until it is called, and then all there is."""
+    reader, writer = pty.openpty() if terminal else os.pipe()
+    if terminal:
+        termios.tcflow(writer, termios.TCOOFF)  # Ctrl-S
+
+    def read() -> str:
+        if terminal:
+            termios.tcflow(writer, termios.TCOON)
+        taken = b""
+        while select.select([reader], [], [], 0.1)[0]:
+            taken += os.read(reader, 2**16)
+        return taken.decode().replace("\r\n", "\n")
+
+    with os.fdopen(writer, "w", buffering=1) as stream:
+        patch.setattr(sys, "stdout", stream)
+        yield read
+    os.close(reader)
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_no_line_waits_for_a_reader_that_rests_and_none_is_lost_soon(
+    terminal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = [f"step {number}\n" for number in range(10_000)]  # more than a pipe or a terminal takes
+    with resting(monkeypatch, terminal) as read, LastingOutput() as output:
+        sys.stdout.write("before\n")
+        for line in lines:
+            sys.stdout.write(line)
+        said = read()
+        while not said.endswith(lines[-1]):
+            sys.stdout.flush()
+            said += read()
+        assert said == "".join(["before\n", *lines]) and not output.failure
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_of_what_nobody_reads_for_a_day_the_beginning_and_the_end_are_kept(
+    ends: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines, said, reader = [f"{number} {'x' * 1000}\n" for number in range(2000)], list[str](), None
+    with resting(monkeypatch, False) as read:
+        with LastingOutput():
+            for line in lines:
+                sys.stdout.write(line)
+            while not ends and (more := read()):
+                said.append(more)
+                sys.stdout.flush()
+            if ends:  # which waits for the reader
+                reader = threading.Thread(target=lambda: said.extend(iter(read, "")))
+                reader.start()
+        if reader:
+            reader.join()
+    match = re.fullmatch(r"(.*)\n(.*) KiB are missing here, .*? has all steps\n(.*)", "".join(said), re.DOTALL)
+    assert match
+    whole, begin, end = "".join(lines), match[1], match[3]
+    assert whole.startswith(begin) and len(begin) > 1_000_000 and whole.endswith(end) and len(end) > 60_000
+    assert float(match[2]) == pytest.approx((len(whole) - len(begin) - len(end)) / 1024, abs=0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_a_run_that_nobody_reads_ends_when_somebody_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_tiny(tmp_path, "tp=1,pp=1,dp=1")
+    with started(tmp_path, "run", "tiny.json", "--steps", "300", "--out", "run") as process:
+        assert process.stdout
+        fcntl.fcntl(process.stdout, fcntl.F_SETPIPE_SZ, 4096)
+        wait_until((tmp_path / "run" / "report.json").is_file, "all steps are done", process)
+        out, _ = process.communicate()
+    assert process.returncode == 0 and "\nstep 100/300 " in out and out.rstrip().endswith("--open"), out[-500:]
 
 
 @pytest.mark.slow
