@@ -18,7 +18,6 @@ from autoshard.runtime.checkpoint.storage import Storage
 from autoshard.runtime.machine import builder
 from autoshard.spec.training import DataSpec, Evaluating
 from tests.runtime.training_cases import plan_of, trained
-from tests.slower import rest_is_slow
 
 TWO = "tp=1,pp=1,dp=2"
 TEXT = "Wer reitet so spaet durch Nacht und Wind? Es ist der Vater mit seinem Kind. " * 20
@@ -57,8 +56,9 @@ def saved_step(folder: Path) -> int:
     return index.state.step if index else 0
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
-@pytest.mark.parametrize("ranks", rest_is_slow([{1}, {0}, {0, 1}]))
+@pytest.mark.parametrize("ranks", [{1}, {0}, {0, 1}])
 def test_an_evaluation_that_fails_loses_no_step(ranks: set[int], judged: dict[str, Any], tmp_path: Path) -> None:
     plan, folder, second = plan_of(TWO, vocab=257), tmp_path / "run", 4  # the second batch after step 4
     build = failing(ranks, lambda: ValueError("no such token"), "evaluate", second)
