@@ -105,6 +105,21 @@ def start_lines(plan: Plan, folder: str, host: str, *, tensorboard: bool) -> lis
     return lines
 
 
+def without_steps(num_steps: int, num_done: int, stopped_by: int) -> str:
+    """Say why a start has taken no step: a signal came before one had ended, or all are done.
+
+    >>> without_steps(300, 120, stopped_by=2)
+    'stopped before a step of this start had ended: the same command goes on'
+    >>> without_steps(300, 320, stopped_by=0)
+    'nothing left to do: all 300 steps are done, and 320 were before. For more, type --steps 640'
+    """
+    stopped = "stopped before a step of this start had ended: the same command goes on"
+    more = f"For more, type --steps {2 * max(num_steps, num_done)}"
+    before = f", and {num_done} were before" if num_done > num_steps else ""
+    are_done = "its step is done" if num_steps == 1 else f"all {num_steps} steps are done"
+    return stopped if stopped_by else f"nothing left to do: {are_done}{before}. {more}"
+
+
 def ending_lines(steps: Sequence[Mapping[str, Any]], evaluations: Sequence[Mapping[str, Any]]) -> list[str]:
     """Say what all starts of a run have reached, from the lines that it wrote of its steps and of its evaluations.
 

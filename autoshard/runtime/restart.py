@@ -98,6 +98,17 @@ def resume_point(place: str, resume: Resume) -> Progress | None:
     return index and Progress(step=index.state.step, seed=index.state.seed)
 
 
+def saved_steps(place: str) -> Sequence[int]:
+    """Return the steps of the checkpoints of a place, newest first; none where it cannot be read."""
+    from autoshard.runtime.checkpoint.shelf import Shelf
+    from autoshard.runtime.checkpoint.storage import Storage, StorageError
+
+    try:
+        return Shelf(storage=Storage.of(place)).steps()
+    except StorageError:  # so that a start must read it, and says why it cannot
+        return ()
+
+
 def refuse_strange_place(folder: Path, training: Training, before: Training | None, resume: Resume) -> None:
     """Refuse a place with the checkpoints of another run, or without those of this run, that nobody has asked for."""
     to = training.checkpoint.to

@@ -8,6 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from autoshard.cli import main
+from autoshard.commands.running import execution
 from autoshard.engine.torch.states.flat import Flat
 from autoshard.errors import RunFailed
 from autoshard.plan.plan import Plan
@@ -17,6 +19,7 @@ from autoshard.runtime.checkpoint.shelf import newest
 from autoshard.runtime.checkpoint.storage import Storage
 from autoshard.runtime.machine import builder
 from autoshard.spec.training import DataSpec, Evaluating
+from tests.runtime.cases import write_tiny
 from tests.runtime.training_cases import plan_of, trained
 
 TWO = "tp=1,pp=1,dp=2"
@@ -109,3 +112,31 @@ def test_a_failure_inside_an_update_saves_no_half_of_it(tmp_path: Path, monkeypa
     ):
         trained(plan_of(TWO), tmp_path, 6, watch=True, every_steps=3)
     assert saved_step(tmp_path) == 3
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_a_run_that_went_back_and_failed_goes_on_from_there(tmp_path: Path) -> None:
+    plan = plan_of(TWO)
+    trained(plan, tmp_path, 8, every_steps=2, keep_last=9)
+    with pytest.raises(RunFailed, match="the state of step 5 was saved before"):
+        trained(plan, tmp_path, 8, watch=True, resume=2, build=failing({1}, lambda: ValueError("wrong"), "step", 4))
+    again = trained(plan, tmp_path, 8)
+    assert again.started.step == 5, "not after step 8, from which the run went back"
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_ranks_are_started_again_from_what_was_saved_as_they_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_tiny(tmp_path)
+    run = ["run", "tiny.json", "--steps", "8", "--out", "run"]
+    assert main([*run, "--checkpoint.every-steps", "2", "--checkpoint.keep-last", "9"]) == 0
+    build = failing({1}, lambda: ValueError("wrong"), "step", 4)  # of a start that goes on at step 5 it is none
+    monkeypatch.setattr(execution, "builder", lambda *_, **__: build)
+    capsys.readouterr()
+    assert main([*run, "--checkpoint.every-steps", "100", "--resume", "2", "--restarts", "1"]) == 0
+    begun = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note: continues after step")]
+    assert [line.split()[4].strip(",") for line in begun] == ["2", "5"]

@@ -22,7 +22,7 @@ from autoshard.files import append_line, remove_asides, replace_text
 from autoshard.jobs.quoting import word
 from autoshard.plan.codec import dump
 from autoshard.plan.plan import Plan
-from autoshard.report.run import ending_lines, run_json, run_sheet, start_lines
+from autoshard.report.run import ending_lines, run_json, run_sheet, start_lines, without_steps
 from autoshard.report.sheet import Node
 from autoshard.run.folder import EVALUATIONS, METRICS, PLAN, REPORT, TRAINING
 from autoshard.run.protocol import HOST, Builds, Run
@@ -57,6 +57,7 @@ from autoshard.runtime.restart import (
     place_of,
     refuse_strange_place,
     resume_point,
+    saved_steps,
     start_before,
     start_options,
     training_text,
@@ -136,14 +137,16 @@ def _with_restarts(
 ) -> RunReport | None:
     """Run; start failed ranks again while restarts are left or newer checkpoints appear."""
     restarts, last = execution.restarts, -1
+    place = place_of(execution.run.folder, execution.run.training.checkpoint.to)
+    steps = saved_steps(place)
     while True:
         try:
             with noting_failure(execution.run.folder):
                 return _start(execution, launched, build, display)
         except RunFailed as error:
-            if launched is not None or isinstance(error, NotFinite):
+            if launched is not None or isinstance(error, NotFinite) or not execution.restarts:
                 raise
-            if display.has_saved:  # the newest checkpoint is of this run, whatever step the user named
+            if display.has_saved or saved_steps(place) != steps:  # of this run, whatever step the user named
                 execution = replace(execution, run=replace(execution.run, resume="auto"))
             if display.begun_after > last:  # a newer checkpoint than at the last failure
                 restarts, last = execution.restarts, display.begun_after
@@ -323,7 +326,7 @@ def _conclude(execution: Execution, report: RunReport, display: RunDisplay, outp
         wrote = f"\nwrote {folder}: plan.json, metrics.jsonl, measured.jsonl, report.json, checkpoints"
         print(*(() if deleted else (wrote, *_next_steps(execution, rows))), sep="\n")
     else:
-        print(_without_steps(training.steps, display.begun_after, stopped_by=report.signal))
+        print(without_steps(training.steps, display.begun_after, stopped_by=report.signal))
     if report.steps:
         _teach(execution, report, row)
     lost = [output.failure] if output.failure and not report.signal else []  # no failure of a run that is saved
@@ -367,21 +370,6 @@ def _teach(execution: Execution, report: RunReport, row: str) -> None:
     if report.kind == "run" and not execution.tried and execution.platform == LOCAL and not of_code:
         for note in learn_from_run(row):
             print(f"note: {note}", file=sys.stderr)
-
-
-def _without_steps(num_steps: int, num_done: int, stopped_by: int) -> str:
-    """Say why a start has taken no step: a signal came before one had ended, or all are done.
-
-    >>> _without_steps(300, 120, stopped_by=2)
-    'stopped before a step of this start had ended: the same command goes on'
-    >>> _without_steps(300, 320, stopped_by=0)
-    'nothing left to do: all 300 steps are done, and 320 were before. For more, type --steps 640'
-    """
-    stopped = "stopped before a step of this start had ended: the same command goes on"
-    more = f"For more, type --steps {2 * max(num_steps, num_done)}"
-    before = f", and {num_done} were before" if num_done > num_steps else ""
-    are_done = "its step is done" if num_steps == 1 else f"all {num_steps} steps are done"
-    return stopped if stopped_by else f"nothing left to do: {are_done}{before}. {more}"
 
 
 def _measured_row(execution: Execution, report: RunReport) -> str:

@@ -193,8 +193,9 @@ class Saver:
     def begin(self, state: RunState, pieces: Sequence[StatePiece], *, prunes: bool = True, alone: bool = False) -> None:
         """Start to save; the pieces must not change before ``wait_copied`` has returned.
 
-        Afterwards older checkpoints are removed that need not be kept, unless this one is not to be relied on. A save
-        that is ``alone`` waits for nothing that was begun on a device: that may hang.
+        Afterwards later checkpoints are removed, behind which the run went back, and if it ``prunes`` older ones that
+        need not be kept: not if this one is not to be relied on. A save that is ``alone`` waits for nothing that was
+        begun on a device: that may hang.
         """
         assert self._thread is None, "one checkpoint at a time"
         self._progress, self._blocked_s = SaveProgress(), 0.0
@@ -239,7 +240,7 @@ class Saver:
             self._write(state, pieces, progress)
             try:
                 from_first_rank(
-                    lambda: prunes and self._shelf.prune(self._keeping, state.step, state.best_step), self._group
+                    lambda: self._shelf.prune(self._keeping, state.step, state.best_step, earlier=prunes), self._group
                 )
             except StorageError as error:
                 remark = f"older checkpoints are still there: {error}"

@@ -89,19 +89,19 @@ class Shelf:
         with suppress(StorageError):  # the next save tries again
             self.storage.remove(old)
 
-    def prune(self, keeping: Checkpointing, step: int, best: int | None = None) -> None:
+    def prune(self, keeping: Checkpointing, step: int, best: int | None = None, *, earlier: bool = True) -> None:
         """Remove checkpoints that are no longer needed when a step is saved; the newest finite ones always stay.
 
-        So does that of the ``best`` step.
+        So does that of the ``best`` step, and all ``earlier`` ones if this step is not to be relied on.
 
-        Later steps go as well: the run has gone back behind them, or they could not be used.
+        Later steps go in any case: the run has gone back behind them, or they could not be used.
         """
         kept_steps = [index.state.step for index in islice(self.usable(step), keeping.keep_last)]
         if not kept_steps:
             return
         for_good = set(self._firsts(keeping.keep_every)) if keeping.keep_every else set[int]()
         for saved in self.steps():
-            old = saved < kept_steps[0] and saved not in {*kept_steps, *for_good, best}
+            old = earlier and saved < kept_steps[0] and saved not in {*kept_steps, *for_good, best}
             is_behind = saved > step == kept_steps[0]
             if old or is_behind:
                 folder = folder_of(saved)

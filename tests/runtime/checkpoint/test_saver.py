@@ -169,7 +169,7 @@ def test_what_fails_on_the_first_rank_alone_is_known_to_all(
 ) -> None:
     """The last save as well: ranks that disagree about it would wait for each other for ever."""
 
-    def failing(*_: Any) -> None:
+    def failing(*_: Any, **__: Any) -> None:
         raise StorageError("somewhere: no")
 
     monkeypatch.setattr(Shelf, name, failing)

@@ -120,10 +120,13 @@ def test_a_kill_while_a_step_is_saved_again_spares_a_whole_checkpoint_of_it(
     assert shelf.storage.folders() == ["step-00000002", "step-00000004"], "nothing is left of the first one"
 
 
-def test_what_a_run_saves_after_it_went_back_stays_and_what_it_left_goes(shelf: Shelf) -> None:
+@pytest.mark.parametrize(("keep_last", "earlier"), [(2, True), (1, False)])
+def test_what_a_run_saves_after_it_went_back_stays_and_what_it_left_goes(
+    keep_last: int, earlier: bool, shelf: Shelf
+) -> None:
     for step in (2, 4, 6, 8, 3):  # the last after --resume 2
         put(shelf, step)
-    shelf.prune(Checkpointing(keep_last=2), 3)
+    shelf.prune(Checkpointing(keep_last=keep_last), 3, earlier=earlier)
     assert usable(shelf) == [3, 2]
 
 
