@@ -68,6 +68,13 @@ def test_the_message_about_memory_says_by_how_much_the_smallest_plan_misses():
     assert f"(optimizer {moments}, gradients {fp32}, masters {fp32})" in text
 
 
+def test_the_smallest_plan_is_looked_for_where_some_layout_may_fit():
+    """Asked for the least memory, a search cuts no block of layouts whose states are too large, as one for time."""
+    found = search(replace(ask("llama3-70b", "trn1.32xlarge"), objective="memory"))
+    counts = found.certificate
+    assert found.plans == () and counts.num_too_large == counts.num_legal > 0 == counts.num_tables
+
+
 def test_the_message_about_rules_counts_them():
     request = ask("llama3-8b", "trn1.32xlarge", pins="pp=2")
     text = why_none(request, search(request))

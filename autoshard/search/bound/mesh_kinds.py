@@ -48,21 +48,25 @@ class MeshKinds:
             for layouts in self._pricer.kinds(self.layouts(terms), pinned=bool(self._pins))
         ]
         self.unpriced.sort(key=lambda kind: float(rough_s[kind[1]].min()))
-        if self.unpriced and self._leaves_some and len(self.unpriced[0][1]) > 2 * _FIRST:
+        if self.unpriced and self._leaves_some and self._is_timed and len(self.unpriced[0][1]) > 2 * _FIRST:
             terms, layouts = self.unpriced[0]
             order = layouts[np.argsort(rough_s[layouts], kind="stable")]
             self.unpriced[:1] = [(terms, np.sort(order[:_FIRST])), (terms, np.sort(order[_FIRST:]))]
 
     @property
     def _leaves_some(self) -> bool:
-        return not self._pins and self._goal.objective == "time" and not self._goal.effort.exhaustive
+        return not self._pins and not self._goal.effort.exhaustive
+
+    @property
+    def _is_timed(self) -> bool:
+        return self._goal.objective == "time"
 
     def price_next(self, limit_s: float, records: PointRecords) -> list[PlainPoints]:
         """Find the cuttings of the layouts of the next kind, and price these, but those far beyond a limit."""
         terms, layouts = self.unpriced[0]
         plain: list[PlainPoints] = []
         if self._leaves_some:
-            layouts = self._near(terms, layouts, limit_s, records)
+            layouts = self._near(terms, layouts, limit_s if self._is_timed else math.inf, records)
         try:
             cuttings = self._pricer.cuttings(layouts, self.pinned(terms), self._goal.effort.gap) if len(layouts) else ()
             plain = self.priced(terms, cuttings) if cuttings else []
