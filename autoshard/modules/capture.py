@@ -37,6 +37,7 @@ from autoshard.modules.rules.arguments import understands
 from autoshard.modules.rules.local import local
 from autoshard.modules.rules.refused import refuse_operation, refuse_random, refuse_sparse
 from autoshard.modules.rules.unknown import unknown
+from autoshard.modules.running.batches import example_inputs
 
 _SAME = (
     "alias", "clone", "contiguous", "dropout", "feature_dropout", "lift_fresh_copy", "to", "_to_copy", "type_as",
@@ -58,7 +59,7 @@ class Captured:
 
 def capture(
     module: torch.nn.Module,
-    inputs: Sequence[Any] | Mapping[str, Any],
+    inputs: Sequence[Any] | Mapping[str, Any] | torch.Tensor,
     hints: Mapping[str, Sequence[str]] | None = None,
     results: Sequence[str] | None = None,
 ) -> Captured:
@@ -67,7 +68,7 @@ def capture(
     ``hints`` names dims of inputs, by the name of the argument: {"x": ("batch", "seq", "hidden")}. ``results`` says
     which of several results are wanted, by their places in what the module returns.
     """
-    return read(ExportedModule.of(module, inputs), hints, results)
+    return read(ExportedModule.of(module, example_inputs(inputs)), hints, results)
 
 
 def read(

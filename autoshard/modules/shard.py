@@ -34,6 +34,7 @@ from autoshard.modules.fingerprint import block_hash
 from autoshard.modules.pins import Places, pinned_cuts
 from autoshard.modules.proof import ComparedTensor, ModuleRun
 from autoshard.modules.region import Alias, Positions
+from autoshard.modules.running.batches import example_inputs
 from autoshard.modules.running.placing import placeable, resting
 from autoshard.plan.module_plan import ModulePlan
 from autoshard.spec.cluster import Cluster
@@ -45,7 +46,7 @@ from autoshard.spec.workload import Optimizer, Precision
 _SIZE = re.compile(r"([A-Za-z_]\w*)=([0-9]{1,9})")
 _MOST_AXES = 3  # choices of an operation are a product over axes
 
-Inputs = Sequence[Any] | Mapping[str, Any]
+Inputs = Sequence[Any] | Mapping[str, Any] | torch.Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,7 +133,7 @@ class ModuleSharding:
 
         Module and inputs must be float64, and of the shapes that were traced.
         """
-        run = ModuleRun(module, inputs, self.captured, self.traced)
+        run = ModuleRun(module, example_inputs(inputs), self.captured, self.traced)
         sizes = {atom: size for atom, size in self.mesh.axes if size > 1}
         virtual = Mesh.virtual(**(sizes or {"ranks": 1}))
         return tuple(run.compare(self.program, virtual))
@@ -202,7 +203,11 @@ def shard_module(  # noqa: PLR0913
         (of_torch, "module", f"is {module!r:.60}, and no torch.nn.Module"),
         (isinstance(memory_bytes, int | float), "memory_bytes", f"is {memory_bytes!r}, and no number of bytes"),  # pyright: ignore
         (not isinstance(results, str), "results", f"is one text; write [{results!r}]"),
-        (optimizer in UPDATES, "optimizer", f"{optimizer!r} is not known. {nearest(str(optimizer), list(UPDATES))}"),
+        (
+            optimizer in UPDATES,
+            "optimizer",
+            f"{optimizer!r:.20} is not known. {nearest(str(optimizer), list(UPDATES))}",
+        ),
         *((isinstance(pin, str), f"pins.{path}", f"is {pin!r}, and no text") for path, pin in (pins or {}).items()),  # pyright: ignore
     )
     question = ModuleQuestion(
@@ -210,6 +215,9 @@ def shard_module(  # noqa: PLR0913
         cluster=cluster if isinstance(cluster, Cluster) else load_cluster(str(cluster)), hints=hints, results=results,
     )  # fmt: skip
     captured = capture(module, inputs, hints, results)
+    names = [*captured.exported.arguments]
+    unknown = sorted({*(hints or ())} - {*names})
+    require(*((False, f"hints.{name}", f"is no input. {nearest(name, names)}") for name in unknown))
     problem, traced, laid = _traced_problem(question, captured, sizes_of(mesh))
     places = places_of(captured, traced)
     allowed = pinned_cuts(traced.block, places, dict(laid.axes), pins or {})
@@ -339,6 +347,7 @@ def sizes_of(mesh: str | Mapping[str, int]) -> Mapping[str, int]:
         sizes = {match[1]: int(match[2]) for match in matches if match}
         require((len(sizes) == len(matches), "mesh", f"{mesh!r} is no mesh. Write it like 'data=2,model=4'"))
     else:
+        require((isinstance(mesh, Mapping), "mesh", f"{mesh!r} is no mesh. Write it like 'data=2,model=4'"))  # pyright: ignore
         sizes = dict(mesh)
     whole = all(isinstance(size, int) for size in sizes.values())  # pyright: ignore[reportUnnecessaryIsInstance]
     require((whole, "mesh", f"has sizes that are no whole numbers: {sizes}"))

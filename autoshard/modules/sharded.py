@@ -22,7 +22,7 @@ from autoshard.layout.layout import Layout
 from autoshard.modules.export import ExportedModule, ModuleCall, flattened
 from autoshard.modules.fingerprint import block_hash
 from autoshard.modules.region import Positions
-from autoshard.modules.running.batches import is_local, local_axes
+from autoshard.modules.running.batches import example_inputs, is_local, local_axes
 from autoshard.modules.running.calls import RankInputs
 from autoshard.modules.running.capturing import PassCapture
 from autoshard.modules.running.functions import FunctionWriter
@@ -65,6 +65,7 @@ def shard(
     """
     kind = type(module)
     _require_plain(module)
+    inputs = example_inputs(inputs)
     device_mesh = device_mesh_of(module, mesh)
     names, count = device_mesh.mesh_dim_names, device_mesh.size()
     assert names, "a mesh without names is refused"

@@ -2,6 +2,7 @@
 
 import copy
 import random
+import re
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, cast
@@ -253,3 +254,23 @@ def refused() -> str:
 def test_a_call_that_cannot_be_traced_is_refused_and_changes_nothing():
     for found in on_ranks(2, refused):
         assert "randperm draws random numbers" in found
+
+
+def test_inputs_hints_and_meshes_of_other_kinds_are_refused_by_their_names() -> None:
+    module, x = nn.Linear(8, 8), torch.randn(4, 8)
+    cases: list[tuple[Any, Any, dict[str, Any], str]] = [
+        (5, "data=1", {}, "inputs: must be what forward takes, in order or by name, not a value of int"),
+        ("x", "data=1", {}, "inputs: must be what forward takes"),
+        (x, 5, {}, "mesh: 5 is no mesh. Write it like"),
+        (x, "data=1", {"hints": {"y": ("batch",)}}, "hints.y: is no input. "),
+        (x, "data=1", {"optimizer": torch.optim.SGD(module.parameters())}, "optimizer: SGD "),
+    ]
+    for inputs, mesh, options, says in cases:
+        with pytest.raises(InputError, match=f"^{re.escape(says)}"):
+            shard_module(module, inputs, load_cluster("local", ranks=1), mesh, **options)
+
+
+def test_a_tensor_alone_is_the_only_input_and_no_sequence_of_its_rows() -> None:
+    x = torch.randn(1, 8)  # a row of which forward would take as well
+    alone = shard_module(nn.Linear(8, 8), x, load_cluster("local", ranks=1), "data=1")
+    assert [tuple(example.shape) for example in alone.captured.exported.examples] == [(1, 8)]

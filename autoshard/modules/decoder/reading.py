@@ -104,7 +104,8 @@ def read_decoder(
     is; on torch's meta device it needs no memory. ``traced`` of the result says what is not as in the code; it is None
     where the module is the card of its Hugging Face config. ``show`` is told what is being done.
     """
-    kind = type(module).__name__
+    kind, of_torch = type(module).__name__, isinstance(module, torch.nn.Module)  # pyright: ignore
+    require((of_torch, "module", f"must be a torch.nn.Module, not a value of {kind}"))
     titles = {"name": name or kind, "source": source or f"the code of {kind}"}
     with _as_in_evaluation(module):
         match = card_match(module, titles["name"], titles["source"], show)

@@ -1,8 +1,8 @@
 """A batch of which each rank brings its part: put together before a program, and cut again behind it."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,15 @@ from autoshard.errors import nearest, require
 from autoshard.run.protocol import HOST
 
 LOCAL = "local"
+
+
+def example_inputs(inputs: object) -> Sequence[Any] | Mapping[str, Any]:
+    """Return example inputs in order or by name; a tensor alone is the only one, and no sequence of its rows."""
+    if isinstance(inputs, torch.Tensor):
+        return (inputs,)
+    message = f"must be what forward takes, in order or by name, not a value of {type(inputs).__name__}"
+    require((isinstance(inputs, Sequence | Mapping) and not isinstance(inputs, str), "inputs", message))
+    return cast(Any, inputs)
 
 
 def local_axes(batch: str, names: Sequence[str]) -> tuple[str, ...]:
