@@ -189,6 +189,21 @@ def test_what_is_priced_as_something_else_is_said(
     assert run_of(tmp_path, base, keys).remarks == (says,)
 
 
+@pytest.mark.parametrize(
+    ("base", "keys", "says"),
+    [
+        (DEEPSPEED, {"zero_optimization": {"stage": 9}}, "there is no stage 9 of ZeRO, only 0 to 3"),
+        (ACCELERATE, {"fsdp_config": {"fsdp_sharding_strategy": 9}}, "'9' is no sharding strategy. Known: "),
+        (ACCELERATE, {"fsdp_config": {"fsdp_sharding_strategy": "FULL_SHRD"}}, "Did you mean FULL_SHARD"),
+    ],
+)
+def test_a_stage_or_strategy_that_is_not_there_is_refused(
+    tmp_path: Path, base: dict[str, Any], keys: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(InputError, match=says):
+        run_of(tmp_path, base, keys)
+
+
 @pytest.mark.parametrize("layout", ["Et||tL", "Et|m|tL"])
 def test_a_stage_inside_of_no_layer_is_refused(tmp_path: Path, layout: str) -> None:
     with pytest.raises(InputError, match="stage 2 has no layer"):

@@ -5,6 +5,7 @@ Length and micro-batch stand in the training script, and are options of the impo
 
 from typing import Any
 
+from autoshard.errors import nearest, require
 from autoshard.imports.programs.deepspeed import DEEPSPEED
 from autoshard.imports.programs.shared import FULL, NONE, accumulated, recompute_of, zero_of_stage
 from autoshard.imports.table import (
@@ -44,7 +45,8 @@ def _zero(keys: Keys) -> Facts:
         name = str(strategy)
         name = _NUMBERED[int(name) - 1] if name.isdecimal() and 1 <= int(name) <= len(_NUMBERED) else name
         hybrid = {"layout.shards_in_node": True} if name.startswith("HYBRID") else {}
-        return {**zero_of_stage(_STAGES.get(name, 3)), **hybrid}
+        require((name in _STAGES, "", f"{name!r} is no sharding strategy. {nearest(name, list(_STAGES))}"))
+        return {**zero_of_stage(_STAGES[name]), **hybrid}
     return zero_of_stage(3 if str(keys.get("fsdp_reshard_after_forward", True)).lower() == "true" else 2)
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from autoshard.errors import require
 from autoshard.imports.table import Facts, KeyEntry, Keys, alias, number, read_only, same, whole_number, words
 from autoshard.plan.recompute import Recompute
 
@@ -37,6 +38,7 @@ def zero_of_stage(stage: int) -> Facts:
     >>> zero_of_stage(3), zero_of_stage(2)["layout.zero"]
     ({'layout.zero': 3}, 1)
     """
+    require((0 <= stage <= 3, "", f"there is no stage {stage} of ZeRO, only 0 to 3"))
     return (
         {"layout.zero": 1, "remarks": [ZERO_2]} if stage == 2 else {"layout.zero": 3 if stage == 3 else min(stage, 1)}
     )
