@@ -30,7 +30,16 @@ PARAMETERS = {
     "mixtral-8x7b": 46_702_792_704,
     "mixtral-8x22b": 140_620_634_112,
     "gpt-neox-20b": 20_554_567_680,
+    "qwen2.5-7b": 7_615_616_512,
+    "qwen2.5-14b": 14_770_033_664,
+    "qwen2.5-32b": 32_763_876_352,
+    "qwen2.5-72b": 72_706_203_648,
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-1.7b": 1_720_574_976,
+    "qwen3-4b": 4_022_468_096,
     "qwen3-8b": 8_190_735_360,
+    "qwen3-14b": 14_768_307_200,
+    "qwen3-32b": 32_762_123_264,
     "qwen3-30b-a3b": 30_532_122_624,
     "qwen3-235b-a22b": 235_093_634_560,
     "llama3.2-1b": 1_235_814_400,
@@ -73,10 +82,10 @@ def faults_of(name_or_path: str | Path) -> str:
     return str(caught.value)
 
 
-# billions that their makers publish: model cards of DeepSeek-V3 and V2, Qwen3, GPT-OSS and Mixtral on the hub
+# billions that their makers publish: model cards of DeepSeek-V3 and V2, Qwen3, GPT-OSS, Kimi-K2 and Mixtral on the hub
 ACTIVE = {
     "deepseek-v3": 37, "deepseek-v2": 21, "qwen3-30b-a3b": 3.3, "qwen3-235b-a22b": 22, "gpt-oss-20b": 3.6,
-    "gpt-oss-120b": 5.1, "mixtral-8x7b": 12.9, "llama3-8b": 8.03,
+    "gpt-oss-120b": 5.1, "kimi-k2": 32, "mixtral-8x7b": 12.9, "llama3-8b": 8.03,
 }  # fmt: skip
 
 
