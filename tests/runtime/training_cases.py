@@ -82,7 +82,8 @@ class Trained:
 
     @property
     def curve(self) -> dict[int, float]:
-        return {step.number: step.loss for step in self.steps}
+        assert all(step.loss is not None for step in self.steps), "every step has answers"
+        return {step.number: step.loss for step in self.steps if step.loss is not None}
 
     @property
     def notes(self) -> str:
