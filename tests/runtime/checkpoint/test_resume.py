@@ -1,5 +1,6 @@
 """Runs that go on: bit for bit under the same plan, along the same curve under any other, and past damage."""
 
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 from autoshard.errors import InputError, NotFinite
 from autoshard.runtime.checkpoint.files import load_index
 from autoshard.spec.training import DataSpec
-from tests.runtime.training_cases import Double, plan_of, trained
+from tests.runtime.training_cases import Double, before_steps, plan_of, trained
 from tests.slower import rest_is_slow
 
 SAME = (
@@ -77,9 +78,21 @@ def test_a_damaged_checkpoint_is_passed_over(damage: str, exact: dict[int, float
 def test_a_run_goes_back_to_a_step_that_is_named_and_on_from_there(tmp_path: Path) -> None:
     """Steps beside those that are kept for good are removed, of the course that the run has left too."""
     plan, folder = plan_of("tp=1,pp=1,dp=1"), tmp_path / "checkpoints"
-    first = trained(plan, tmp_path, 9, every_steps=1, keep_last=2, keep_every=4)
-    *rest, before, last = sorted(int(one.name.removeprefix("step-")) for one in folder.iterdir())
-    assert last == 9 and before < 9, "the newest two; a busy machine saves seldom"
+
+    def steps_on_disk() -> list[int]:
+        names = [one.name for one in folder.iterdir()] if folder.exists() else []
+        return sorted(int(name.removeprefix("step-")) for name in names if name.removeprefix("step-").isdigit())
+
+    def wait_for_the_save(step: int) -> None:
+        """Wait, but not for long: a save begins where none is under way, and on a busy machine few would."""
+        until_s = time.monotonic() + 2.0
+        while step > 1 and step - 1 not in steps_on_disk() and time.monotonic() < until_s:
+            time.sleep(0.02)
+
+    build = before_steps(wait_for_the_save)
+    first = trained(plan, tmp_path, 9, every_steps=1, keep_last=2, keep_every=4, build=build)
+    *rest, before, last = steps_on_disk()
+    assert last == 9 and before < 9, "the newest two"
     kept = next(step for step in (*rest, before) if step >= 4)
     assert kept < 8 and {step // 4 for step in rest} <= {1, 2}, "and the first at or after step 4 and step 8"
     with pytest.raises(InputError, match="step-00000003: there is no checkpoint of step 3; those of steps "):
