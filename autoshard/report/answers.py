@@ -21,7 +21,7 @@ from autoshard.report.words import (
 from autoshard.spec.record import decode, encode
 from autoshard.units import counted, format_seconds
 
-_LEAST_SHARE = 0.005  # of the vendor's step: smaller differences of a part are not listed
+_LEAST_SHARE = 0.005  # of a step: smaller differences are not listed
 _TITLE = "slower than {}, with its 80% interval; sure: the chance that it is slower"
 
 
@@ -44,12 +44,7 @@ def answers_sheet(plan: Plan, answers: Sequence[Answer]) -> Sheet:
     for answer in answers:
         runs = filter(None, (answer.nearest_run, answer.unsettled_run))
         notes += [Words(f"{answer.name}: {_run_words(run)}", "soft") for run in runs]
-    predicted = prediction_of(plan)
-    near = [answer.name for answer in answers if answer.plan.candidate != plan.candidate and not answer.against
-            and prediction_of(answer.plan).step_time_s <= predicted.high_s]  # fmt: skip
-    if near:
-        words = f"{', '.join(near)} may be as fast as this plan, by the interval of its prediction"
-        notes.append(Words(f"{words}: measure before you rent for long", "warning"))
+    notes += _rivals_of(plan, answers)
     letters = [answer.name for answer in answers if len(answer.name) == 1 and answer.name.isalpha()]
     if letters:
         notes.append(
@@ -58,6 +53,22 @@ def answers_sheet(plan: Plan, answers: Sequence[Answer]) -> Sheet:
     tables, vendor = [answers_table(figures, fastest, str(plan.candidate))], against_vendor(plan, answers)
     tables += [_vendor_table(Node(vendor))] if vendor else []
     return Sheet(tables=tables, notes=notes)
+
+
+def _rivals_of(plan: Plan, answers: Sequence[Answer]) -> Iterator[Words]:
+    """Yield which answers are faster by the doubt of both, and which may be by the interval of the prediction."""
+    high_s, faster, near = prediction_of(plan).high_s, list[str](), list[str]()
+    for answer in answers:
+        if answer.plan.candidate != plan.candidate and not answer.against:
+            may_be = near if prediction_of(answer.plan).step_time_s <= high_s else []
+            names = faster if ratio_of(answer.plan, plan).high < 1 - _LEAST_SHARE else may_be
+            names.append(answer.name)
+    are = "is" if len(faster) == 1 else "are"
+    said = [f"{', '.join(faster)} {are} predicted to be faster than this plan"] if faster else []
+    if near:
+        said.append(f"{', '.join(near)} may be as fast as this plan, by the interval of its prediction")
+    if said:
+        yield Words(f"{'; '.join(said)}: measure before you rent for long", "warning")
 
 
 def answers_table(answers: Sequence[Node], fastest: Node, candidate: str) -> Table:

@@ -107,9 +107,9 @@ def parsed_json(text: str, where: str) -> object:
     try:
         return json.loads(text, object_pairs_hook=_without_repeats, parse_constant=_refuse_constant)
     except json.JSONDecodeError as error:
-        raise InputError.of(
-            where, f"is not JSON: {error.msg.removesuffix(' at')} in line {error.lineno}, column {error.colno}"
-        ) from error
+        line = f"line {error.lineno}, " if "\n" in text else ""  # where there is one, its number is that of the file
+        what = error.msg.removesuffix(" at")
+        raise InputError.of(where, f"is not JSON: {what} in {line}column {error.colno}") from error
     except InputError as error:
         raise InputError.of(where, str(error)) from error
     except ValueError as error:  # a whole number of thousands of digits

@@ -266,6 +266,11 @@ def test_what_lies_within_the_interval_is_counted_and_named():
     text = " ".join(printed(answers_sheet(plan, runners_up_of(plan, numbered(others)))).split())
     assert "2, 3, 4 may be as fast as this plan" in text
     assert all(str(other.candidate) in text for other in others)
+    time_s = 0.9 * plan.prediction.low_s
+    own = {"step_time_s": time_s, "low_s": time_s, "high_s": time_s, "time_parts": {"compute": time_s}}
+    rival = with_prediction(plan_of(ask(), "tp=32,pp=4,stages=7/24/23/26"), **own)
+    text = " ".join(printed(answers_sheet(plan, runners_up_of(plan, numbered([rival, others[0]])))).split())
+    assert "2 is predicted to be faster than this plan; 3 may be as fast as this plan" in text
     vendor = Answer(
         name="vendor", plan=others[0], why="documented", slower=0.1, against=("too little memory",), source="its page",
         nearest_run=NearestRun(

@@ -150,7 +150,8 @@ def test_a_card_wins_over_a_folder_of_its_name_unless_a_path_is_given(tmp_path: 
     [
         (b" \n", "is empty"),
         (b"{", "is not JSON: "),
-        (b"model_type: llama", "in line 1, column 1"),
+        (b"model_type: llama", "is not JSON: Expecting value in column 1"),
+        (b"{\n1", "in line 2, column 1"),
         (b"[1, 2]", "must be a JSON object"),
         (b"\x80abc", "is not text in UTF-8"),
         (b"{}", "model_type: missing"),
