@@ -268,7 +268,7 @@ def test_what_lies_within_the_interval_is_counted_and_named():
     assert all(str(other.candidate) in text for other in others)
     time_s = 0.9 * plan.prediction.low_s
     own = {"step_time_s": time_s, "low_s": time_s, "high_s": time_s, "time_parts": {"compute": time_s}}
-    rival = with_prediction(plan_of(ask(), "tp=32,pp=4,stages=7/24/23/26"), **own)
+    rival = with_prediction(plan_of(ask(), "tp=32,pp=4,stages=6/25/23/26"), **own)
     text = " ".join(printed(answers_sheet(plan, runners_up_of(plan, numbered([rival, others[0]])))).split())
     assert "2 is predicted to be faster than this plan; 3 may be as fast as this plan" in text
     vendor = Answer(
