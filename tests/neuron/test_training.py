@@ -26,7 +26,9 @@ def run_on(plan: Plan, engine: Any, folder: Path, steps: int) -> dict[int, float
         keeping = Checkpointing(every_steps=2, every_minutes=None)
         run = Run(folder=folder, training=Training(steps=steps, learning_rate=3e-3, checkpoint=keeping))
         train(plan, run, builder(engine), said.append)
-    return {one.number: one.loss for one in said if isinstance(one, TimedStep) and one.loss is not None}
+    losses = {one.number: one.loss for one in said if isinstance(one, TimedStep) and one.loss is not None}
+    assert len(losses) == sum(isinstance(one, TimedStep) for one in said), "every step has answers"
+    return losses
 
 
 def trained(text: str, engine: str, folder: Path, steps: int) -> dict[int, float]:

@@ -251,7 +251,6 @@ MIXTURES = {
     "gemma3-1b": (1, "tp=1,pp=1,dp=8"),
     "llama3.2-3b": (1, "tp=1,pp=1,dp=8"),
     "deepseek-v2": (16, "tp=1,pp=4,ep=32,dp=32,recompute=full"),
-    "qwen3-32b": (2, "tp=8,pp=2,dp=1,mbs=2,sp=false,recompute=full"),
     "qwen3-30b-a3b": (8, "tp=1,pp=1,ep=16,dp=64"),
     "gpt-oss-20b": (2, "tp=2,pp=4,ep=2,dp=2,fold=tp"),
     "gpt-oss-120b": (8, "tp=2,pp=4,ep=8,dp=8,fold=tp"),
