@@ -85,9 +85,9 @@ def _read(name: str) -> Any:
 
 
 def chip_family(chip: str) -> str:
-    """Return the first part of a chip's name; an H200 computes as an H100 does."""
+    """Return the first part of a chip's name; an H200 computes as an H100 does, all Blackwells as a B200."""
     family = chip.partition("-")[0]
-    return {"h200": "h100"}.get(family, family)
+    return {"h200": "h100", "gb200": "b200", "b300": "b200", "gb300": "b200"}.get(family, family)
 
 
 def is_measured(chip: str) -> bool:

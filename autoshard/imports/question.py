@@ -19,11 +19,11 @@ from autoshard.plan.recompute import Recompute
 from autoshard.plan.rules.columns import Engine
 from autoshard.search.ask.api import request_of
 from autoshard.search.bound.request import MOST_RANKS, Request, resolved
-from autoshard.spec.cluster import Cluster, headroom_check
+from autoshard.spec.cluster import Cluster
 from autoshard.spec.cluster_catalogue import cluster_names, load_cluster
 from autoshard.spec.kernels import libraries_of, load_kernels, program_table
 from autoshard.spec.model import ModelSpec
-from autoshard.spec.recipe import Pins, QuestionOptions
+from autoshard.spec.recipe import Pins, QuestionOptions, headroom_check
 from autoshard.spec.repeats import MAX_ITEMS
 from autoshard.spec.workload import ROUTER_TRAINING
 from autoshard.units import counted
@@ -32,9 +32,7 @@ _CHIPS = re.compile(
     r"(?<![a-z])(gb200|gb300|b300|b200|h100|h200|h800|a100|trn1n?|trn2u?|trn3|vr200|r100)(?![0-9])", re.IGNORECASE
 )
 _GPUS = re.compile(r"(?<![0-9])(\d{1,6})[ _]?(?:[a-z]{1,2}\d{3} )?gpus?(?![a-z])", re.IGNORECASE)
-_NEAREST: Mapping[str, str] = dict.fromkeys(
-    ("gb200", "gb300", "b300", "vr200", "r100"), "b200"
-)  # no cluster file has these
+_NEAREST: Mapping[str, str] = {"vr200": "gb300", "r100": "b300"}  # no cluster file has these
 _AXES = ("tp", "pp", "cp")
 
 

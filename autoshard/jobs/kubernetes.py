@@ -37,7 +37,7 @@ class _Host:
 # EFA devices. cited: trn1 and trn1n: AWS Neuron docs 2.29, setup-trn1-multi-node-execution.rst; trn2: derived, 16 chips
 # with 200 Gb/s each (neuron-runtime/about/collectives.rst); p4, p5, p6: aws-samples, awsome-distributed-training
 # 7217859, 4.validation_and_observability/2.gpu-cluster-healthcheck/README.md. Processors and memory. cited:
-# docs.aws.amazon.com/ec2/latest/instancetypes/ac.html, 2026-11.
+# docs.aws.amazon.com/ec2/latest/instancetypes/ac.html, 2026-11; p6-b300: derived, 6400 Gb/s over devices of 400 Gb/s.
 _TRN1, _TRN2 = {"num_cpus": 128, "memory_gib": 512}, {"num_cpus": 192, "memory_gib": 2048}
 _P4, _P5 = {"num_cpus": 96, "memory_gib": 1152}, {"num_cpus": 192, "memory_gib": 2048}
 _HOSTS: Mapping[str, _Host] = {
@@ -50,6 +50,7 @@ _HOSTS: Mapping[str, _Host] = {
     "p5.48xlarge": _Host(num_efa=32, **_P5),
     "p5en.48xlarge": _Host(num_efa=16, **_P5),
     "p6-b200.48xlarge": _Host(num_efa=8, **_P5),
+    "p6-b300.48xlarge": _Host(num_efa=16, num_cpus=192, memory_gib=4096),
 }
 # cited: awsome-distributed-training 7217859, 1.architectures/7.sagemaker-hyperpod-eks/task-governance, and for the
 # names of instance types 3.test_cases/pytorch/neuronx-distributed/llama3/kubernetes.

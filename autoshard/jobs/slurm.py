@@ -69,6 +69,7 @@ def _script(job: Job, stage: str) -> str:
         "job-name": job.name if trains else f"{job.name}-{stage}",
         "nodes": job.num_nodes,
         "ntasks-per-node": 1,
+        "segment": _segment(job),
         "exclusive": None,
         "mem": 0,
         "gpus-per-node": job.plan.cluster.chips_per_node if job.accelerator == "gpu" else "",
@@ -86,6 +87,17 @@ def _script(job: Job, stage: str) -> str:
     lines = [f"#SBATCH --{name}{value}" for name, value in values.items() if value != "="]
     title = job.title("The training job." if trains else "The compile job.")
     return "\n".join([FIRST, *title, *lines, STRICT, 'cd "$SLURM_SUBMIT_DIR"', ""])
+
+
+def _segment(job: Job) -> str | int:
+    """Return how many nodes of a rack of GPUs the job takes, which the plan has counted on; "" where there is no rack.
+
+    cited: sbatch's manual, 25.05: with the block topology a job's nodes come in segments of this size, each of them in
+    one block.
+    """
+    cluster, num_nodes = job.plan.cluster, job.num_nodes
+    in_racks = job.accelerator == "gpu" and cluster.nodes_per_ultraserver > 1
+    return min(num_nodes, cluster.nodes_together) if in_racks and num_nodes > 1 else ""
 
 
 def _srun(job: Job, stage: str) -> str:

@@ -9,9 +9,10 @@ from autoshard.plan.rules import shape
 from autoshard.plan.rules.columns import Columns, Engine
 from autoshard.plan.rules.rule import judge
 from autoshard.schedule.schedule import Schedule
-from autoshard.spec.cluster import HEADROOM, Cluster
+from autoshard.spec.cluster import Cluster
 from autoshard.spec.mesh import Mesh
 from autoshard.spec.model import ModelSpec
+from autoshard.spec.recipe import HEADROOM
 from autoshard.spec.workload import Workload
 
 _MIB = 2**20

@@ -10,9 +10,10 @@ from autoshard.plan.candidate import Candidate, CpKind, CpOrder, Fold, Zero, eve
 from autoshard.plan.code import PlannedCode
 from autoshard.plan.recompute import Recompute
 from autoshard.schedule.schedule import Schedule
-from autoshard.spec.cluster import MAX_RANKS_PER_NODE, Cluster, headroom_check
+from autoshard.spec.cluster import MAX_RANKS_PER_NODE, Cluster
 from autoshard.spec.mesh import Mesh
 from autoshard.spec.model import ModelSpec
+from autoshard.spec.recipe import headroom_check
 from autoshard.spec.record import option
 from autoshard.spec.workload import Workload
 from autoshard.units import format_seconds

@@ -30,7 +30,7 @@ NOTHING = (
 _KNOWN: Mapping[str, str] = {
     "A100-SXM4-40GB": "a100-40", "A100-SXM4-80GB": "a100-80", "H100 80GB HBM3": "h100-80", "H200": "h200",
     "H800": "h800",
-    "B200": "b200",
+    "B200": "b200", "B300 SXM6 AC": "b300", "GB200": "gb200-nvl72", "GB300": "gb300-nvl72",
 }  # fmt: skip
 _TRAINIUMS = {"trn1": "trn1.32xlarge", "trn2": "trn2.48xlarge", "trn3": "trn3-gen2"}
 
@@ -194,7 +194,7 @@ def _of_gpus(gpus: Sequence[Gpu]) -> Mapping[str, Any]:
     per = _GENERATIONS.get(gpu.capability or (0, 0))
     base, bonds = _KNOWN.get(gpu.name.removeprefix("NVIDIA ")), _nvlinks(said("nvidia-smi", "topo", "-m"), count)
     if base is not None and (count == 1 or bonds):
-        link = next(link.name for link in load_node_type(base).links if link.domain == "node")
+        link = next(link.name for link in load_node_type(base).links if link.domain in ("node", "ultraserver"))
         changed = {"chip": {"memory_bytes": gpu.memory_bytes}, "price_usd_per_node_hour": None}
         return {
             "base": base,

@@ -26,9 +26,6 @@ LOCAL = "local"  # the cluster that is the processors of this machine: its rates
 # machines. Beyond them are typing errors, under which a step would take no time, or for ever.
 SLOWEST, FASTEST, LONGEST_S, LARGEST_BYTES = 1.0, 1e21, 3600.0, 2**60
 MAX_TILE, MAX_PRICE = 2**16, 1e9
-# A convention: twice what the interval of reserved memory leaves open with TransformerEngine (kernel_tables/te.json).
-# What it costs a plan stands in its certificate.
-HEADROOM = 0.1
 # A convention, of a node's host memory: what is left is the system's, and that of loaders and checkpoints on their way.
 HOST_SHARE = 0.75
 MAX_RANKS_PER_NODE = 4096  # keeps a mistyped placement from filling the memory
@@ -50,12 +47,6 @@ def source_checks(numbers: Iterable[str], sources: Mapping[str, str]) -> list[Ch
         stated = any(sources.get(key, "").strip() for key in (number, number.partition(".")[0], "default"))
         checks.append((stated, "sources", f"no source for {number}: add the key {number!r} or 'default'"))
     return checks
-
-
-def headroom_check(headroom: float) -> Check:
-    """Make the check (for ``errors.require``) of the share of usable memory that plans leave free."""
-    message = f"is a share of the memory, at least 0 and below 1, for example 0.1 for 10 %, not {headroom:g}"
-    return (0 <= headroom < 1, "headroom", message)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -331,8 +322,15 @@ class Cluster:
         if domain == "cluster":
             return self.num_ranks
         if domain == "ultraserver":
-            return self.ranks_per_node * self.nodes_per_ultraserver
+            return self.ranks_per_node * self.nodes_together
         return self.ranks_per_node if domain == "node" else self.ranks_per_chip
+
+    @property
+    def nodes_together(self) -> int:
+        """Nodes of a job in an ultraserver: equally many in each, if at least half of it; of 64 in racks of 18: 16."""
+        most = self.nodes_per_ultraserver
+        shares = range(most, max(1, (most - 1) // 2), -1)
+        return next((share for share in shares if self.num_nodes % share == 0), most)
 
     def joined_ranks(self, level: int) -> int:
         """Return the number of ranks in a unit that the link of this level connects: a rank, a chip, a node ..."""
@@ -362,7 +360,7 @@ class Cluster:
     @property
     def repeat_ranks(self) -> int:
         """Ranks of the unit that the cluster repeats: an ultraserver if the platform has them, else a node."""
-        return min(self.num_ranks, self.ranks_per_node * self.nodes_per_ultraserver)
+        return min(self.num_ranks, self.ranks_per_node * self.nodes_together)
 
     def _layout_checks(self) -> Iterator[Check]:
         """Return the checks that links connect all ranks, ports serve whole units, and placements fit a node."""

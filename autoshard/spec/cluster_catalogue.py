@@ -38,7 +38,8 @@ ALIASES: Mapping[str, str] = {  # short name -> name; of several machines with a
     "trn1": "trn1.32xlarge", "trn1n": "trn1n.32xlarge", "trn2": "trn2.48xlarge", "trn2u": "trn2u.48xlarge",
     "trn3": "trn3-gen2",
     "a100": "a100-80", "h100": "h100-80", "p4d": "p4d.24xlarge", "p4de": "p4de.24xlarge", "p5": "p5.48xlarge",
-    "p5en": "p5en.48xlarge", "p6-b200": "p6-b200.48xlarge",
+    "p5en": "p5en.48xlarge", "p6-b200": "p6-b200.48xlarge", "p6-b300": "p6-b300.48xlarge",
+    "p6e-gb200": "p6e-gb200.36xlarge", "gb200": "gb200-nvl72", "gb300": "gb300-nvl72",
 }  # fmt: skip
 
 

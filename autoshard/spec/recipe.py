@@ -6,9 +6,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, NewType
 
-from autoshard.errors import Fault, Faults, InputError, inside, nearest, require
+from autoshard.errors import Check, Fault, Faults, InputError, inside, nearest, require
 from autoshard.spec import record
-from autoshard.spec.cluster import headroom_check
 from autoshard.spec.cluster_catalogue import cluster_names
 from autoshard.spec.file_kinds import RECIPE_FILE, refuse_other_kinds
 from autoshard.spec.files import read_data, seen_from, shipped_files
@@ -24,6 +23,16 @@ EngineChoice = Literal["nxd", "torch", "any"]
 _PATHS = ("model", "cluster", "calibration", "module")
 _TOKENS = re.compile(r"([0-9]+(?:\.[0-9]+)?)([kKMG])")  # of a batch
 Pins = NewType("Pins", str)  # keys of a candidate
+
+# A convention: twice what the interval of reserved memory leaves open with TransformerEngine (kernel_tables/te.json).
+# What it costs a plan stands in its certificate.
+HEADROOM = 0.1
+
+
+def headroom_check(headroom: float) -> Check:
+    """Make the check (for ``errors.require``) of the share of usable memory that plans leave free."""
+    message = f"is a share of the memory, at least 0 and below 1, for example 0.1 for 10 %, not {headroom:g}"
+    return (0 <= headroom < 1, "headroom", message)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,5 +1,6 @@
 """The folders of jobs as golden files: one in full, of the others what they have otherwise."""
 
+import re
 import shutil
 import subprocess
 import sys
@@ -10,6 +11,9 @@ from typing import get_args
 import pytest
 
 from autoshard.jobs.job import PLAN
+from autoshard.plan.candidate import Candidate
+from autoshard.search.bound.request import plan_at
+from autoshard.spec.cluster_catalogue import load_cluster
 from tests.jobs.cases import (
     FIRST,
     OTHERS,
@@ -25,6 +29,7 @@ from tests.jobs.cases import (
     shown,
 )
 from tests.runtime.cases import tiny_plan
+from tests.search.brute_force import ask
 
 Golden = Callable[[str, str], None]
 MOST_LINES = 120
@@ -65,6 +70,19 @@ def test_gpus_are_asked_for_and_nothing_is_compiled() -> None:
     )
     node = slurm["node.sh"]
     assert 'export FI_PROVIDER="${FI_PROVIDER:-efa}"' in node and "NEURON" not in node and "compile" not in node
+
+
+@pytest.mark.parametrize(
+    ("cluster", "nodes", "segment"), [("gb200", 32, 16), ("gb300", 4, 4), ("gb200", 20, 10), ("h100", 32, None)]
+)
+def test_slurm_takes_as_many_nodes_of_a_rack_as_the_plan_has_counted_on(
+    cluster: str, nodes: int, segment: int | None
+) -> None:
+    dp = nodes * load_cluster(cluster).ranks_per_node
+    plan = plan_at(ask("llama3-8b", cluster, nodes, global_batch=dp), Candidate.parse(f"tp=1,pp=1,dp={dp}"))
+    script = files_of(job_of(plan, "slurm plain")).texts["train.sbatch"]
+    lines = re.findall(r"#SBATCH --segment=(\d+)\n", script)
+    assert lines == ([str(segment)] if segment else [])
 
 
 @pytest.mark.parametrize("under", SCHEDULERS)

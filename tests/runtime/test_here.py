@@ -11,6 +11,7 @@ import pytest
 
 import autoshard.runtime.here as here
 from autoshard.cli import main
+from autoshard.errors import InputError
 from autoshard.runtime.here import Gpu, cluster_here
 from autoshard.spec.cluster import Cluster
 from autoshard.spec.cluster_catalogue import load_cluster
@@ -54,6 +55,17 @@ def test_gpus_of_the_catalogue_are_its_chips_with_the_memory_that_was_read(machi
     assert alone.chip.matrix_flops_per_s == known.chip.matrix_flops_per_s and alone.links == known.links[:1]
     machine([H100] * 2, topology=SWITCHED)
     assert loaded(tmp_path).links == known.links[:1]
+
+
+@pytest.mark.parametrize("name", ["GB200", "GB300"])
+def test_a_tray_of_a_rack_is_a_node_of_it(machine: Machine, tmp_path: Path, name: str) -> None:
+    rows = [f"GPU{row}\t" + "\t".join(" X " if row == other else "NV18" for other in range(4)) for row in range(4)]
+    memory_bytes = 198_000_000_000
+    machine([Gpu(name=f"NVIDIA {name}", memory_bytes=memory_bytes)] * 4, topology="\n".join(rows))
+    rack, known = loaded(tmp_path, nodes=18), load_cluster(name.lower(), 18)
+    assert (rack.num_ranks, rack.chip.memory_bytes, rack.links) == (72, memory_bytes, known.links[:1])
+    with pytest.raises(InputError, match="connects 19 nodes"):
+        loaded(tmp_path, nodes=19)
 
 
 def test_without_nvlink_the_link_is_pci_express(machine: Machine, tmp_path: Path) -> None:

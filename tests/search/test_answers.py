@@ -10,7 +10,7 @@ import pytest
 from autoshard.calibration.measured_run import run_of
 from autoshard.calibration.rows import MeasuredRow, measured_rows
 from autoshard.errors import InputError, NoPlan
-from autoshard.plan.candidate import Candidate
+from autoshard.plan.candidate import Candidate, parse_pins
 from autoshard.plan.codec import dump, load
 from autoshard.plan.explanation import Answer
 from autoshard.search.ask.answers import PlanResult, answers_of
@@ -265,6 +265,26 @@ def test_each_family_of_2025_has_a_documented_layout_that_may_run(model: str, no
     found = vendor_answer(request)
     assert isinstance(found, Answer) and (str(found.plan.candidate), found.against) == (layout, ())
     assert ("; here without a module that predicts" in found.why) == (model == "deepseek-v3")
+
+
+BLACKWELLS = [  # model, cluster, nodes, layout; of Megatron-Bridge's recipes for chips of 2025
+    ("deepseek-v3", "b300", 32, "tp=1,pp=8,ep=8,vp=2"),
+    ("deepseek-v3", "gb300", 64, "tp=1,pp=4,ep=64,vp=4"),
+    ("qwen3-235b-a22b", "gb200", 64, "tp=1,pp=8,ep=8"),
+    ("qwen3-30b-a3b", "p6e-gb200", 2, "tp=1,pp=1,ep=8"),
+    ("llama3-70b", "p6-b300", 8, "tp=1,pp=1"),
+]
+
+
+@pytest.mark.parametrize(("model", "cluster", "nodes", "sizes"), rest_is_slow(BLACKWELLS, 3, 4))
+def test_newer_chips_have_documented_layouts_with_all_experts_of_a_layer_in_a_rack(
+    model: str, cluster: str, nodes: int, sizes: str
+):
+    found = vendor_answer(ask(model, cluster, nodes))
+    assert isinstance(found, Answer)
+    layout = found.plan.candidate
+    assert {key: getattr(layout, key) for key in parse_pins(sizes)} == parse_pins(sizes)
+    assert {found.plan.cluster.link_of(group).kind for group in found.plan.mesh.groups("ep")} == {"switch"}
 
 
 def test_a_layout_that_does_not_fit_as_asked_says_what_it_needs_as_documented_and_runs_if_asked_so():

@@ -106,6 +106,36 @@ def test_trainium_lays_some_tensor_parallel_groups_out_of_order():
     assert (trn1.kv_order, trn2.kv_order, load_cluster("h200").kv_order) == ("strided", "adjacent", "adjacent")
 
 
+def test_blackwells_are_as_documented():
+    """NVIDIA and AWS: 2,250 TFLOP/s of BF16, in racks of 18 nodes of 4 chips 2,500; 400 or 800 Gbit/s a chip."""
+    for name, rates, memory_gib, nodes_in_a_rack, network in (
+        ("b300", (2250e12, 4500e12), 267.69, 1, 800e9),
+        ("p6-b300", (2250e12, 4500e12), 267.69, 1, 800e9),
+        ("gb200", (2500e12, 5000e12), 184.31, 18, 400e9),
+        ("p6e-gb200", (2500e12, 5000e12), 184.31, 18, 400e9),
+        ("gb300", (2500e12, 5000e12), 276.50, 18, 800e9),
+    ):
+        cluster = load_cluster(name, 32)
+        assert tuple(cluster.rank_matrix_flops_per_s(dtype) for dtype in ("bf16", "fp8")) == rates
+        assert cluster.rank_memory_bytes / GIB == pytest.approx(memory_gib, abs=1e-6)
+        assert (cluster.nodes_per_ultraserver, cluster.ranks_per_node) == (
+            nodes_in_a_rack,
+            8 if nodes_in_a_rack == 1 else 4,
+        )
+        near, far = cluster.links
+        assert (near.bandwidth_bytes_per_s, far.bandwidth_bytes_per_s * 8) == (900e9, network)
+
+
+def test_a_job_takes_equally_many_nodes_of_each_rack_and_groups_of_64_chips_stay_in_one():
+    together = {nodes: load_cluster("gb200", nodes).nodes_together for nodes in (2, 16, 18, 20, 32, 36, 64, 250, 256)}
+    assert together == {2: 18, 16: 16, 18: 18, 20: 10, 32: 16, 36: 18, 64: 16, 250: 10, 256: 16}
+    assert load_cluster("gb200", 19).nodes_together == 18, "no equal share is at least half of a rack"
+    assert [load_cluster("trn2u", nodes).nodes_together for nodes in (4, 6, 8, 16)] == [4, 3, 4, 4]
+    cluster = load_cluster("gb200", 64)
+    kinds = [cluster.link_of(ranks).kind for ranks in (range(64), range(64, 128), (63, 64), range(0, 256, 64))]
+    assert kinds == ["switch", "switch", "network", "network"] and cluster.repeat_ranks == 64
+
+
 def faults_of(*arguments: Any, **options: Any) -> dict[str, str]:
     with pytest.raises(InputError) as caught:
         load_cluster(*arguments, **options)

@@ -23,13 +23,13 @@ from autoshard.search.ask.python_words import python_words
 from autoshard.search.ask.vendor.defaults import default_workload
 from autoshard.search.bound.request import Objective, Request
 from autoshard.search.bound.space import Pins
-from autoshard.spec.cluster import HEADROOM, Cluster
+from autoshard.spec.cluster import Cluster
 from autoshard.spec.cluster_catalogue import load_cluster, other_lnc
 from autoshard.spec.kernels import load_kernels
 from autoshard.spec.model import ModelSpec
 from autoshard.spec.model_catalogue import load_model
 from autoshard.spec.price import with_user_price
-from autoshard.spec.recipe import DEFAULT_CLUSTER, QuestionOptions, sequences_of
+from autoshard.spec.recipe import DEFAULT_CLUSTER, HEADROOM, QuestionOptions, sequences_of
 from autoshard.spec.workload import Precision, Workload
 
 Value = TypeVar("Value")

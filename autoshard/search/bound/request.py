@@ -23,9 +23,10 @@ from autoshard.plan.rules.rule import Rejection, Rule
 from autoshard.plan.tables import with_tables
 from autoshard.search.bound.space import Pins, default_kernels
 from autoshard.search.fill.stage_filling import Effort, Goal
-from autoshard.spec.cluster import HEADROOM, Cluster, headroom_check
+from autoshard.spec.cluster import Cluster
 from autoshard.spec.kernels import load_kernels
 from autoshard.spec.model import ModelSpec
+from autoshard.spec.recipe import HEADROOM, headroom_check
 from autoshard.spec.workload import Workload
 from autoshard.version import __version__
 
