@@ -34,6 +34,7 @@ _AXES = ("tp", "pp", "cp", "ep", "dp")
 _EVEN, _UNEVEN = range(5), (5, 6)  # places in the order of stages and recompute; uneven: one kind, two kinds
 _COARSE = 3  # places of simplicity before axes and other keys: stages and recompute, schedule, chunks
 _AT_ONCE = 64  # plans that are timed together
+_SETS_AT_ONCE = 8  # sets of kinds of recompute with which uneven stages are filled together
 _TIE = 1e-9  # relative: times that differ by less count as equal
 
 
@@ -171,11 +172,15 @@ def _uneven(points: Points, goal: Goal, limit: float, num_kinds: int) -> Solutio
     for number, kinds in enumerate(sets):
         among[kinds, number] = True
     repeated = points.only(np.repeat(np.arange(count), len(sets)))  # each point with each set of kinds
-    allowed = repeated.choices.allowed & np.tile(among, count)
-    fillings = fill_stages(
-        repeated.blocks, replace(repeated.choices, allowed=allowed, partly=False), goal, (0.0, limit), repeated.rest_s
-    )
-    return _fastest(repeated, fillings, np.arange(len(repeated.rows))) if fillings.time_s.min() < limit else None
+    allowed, best = repeated.choices.allowed & np.tile(among, count), None
+    for start in range(0, len(repeated.rows), _SETS_AT_ONCE):
+        numbers = np.arange(start, min(start + _SETS_AT_ONCE, len(repeated.rows)))
+        batch, below = repeated.only(numbers), best.value * (1 + _TIE) if best else limit
+        choices = replace(batch.choices, allowed=allowed[:, numbers], partly=False)
+        fillings = fill_stages(batch.blocks, choices, goal, (0.0, below), batch.rest_s)
+        fastest = _fastest(batch, fillings, np.arange(len(numbers))) if fillings.time_s.min() < below else None
+        best = min((entry for entry in (best, fastest) if entry), key=lambda entry: entry.order, default=None)
+    return best
 
 
 def _fastest(points: Points, timed: StageFilling, numbers: Ints) -> Solution:
