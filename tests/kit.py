@@ -83,6 +83,21 @@ _FAMILIES: Mapping[str, Mapping[str, Any]] = {
         "rope_scaling": {"rope_type": "linear", "factor": 4.0},
     },
     "olmo2": {"num_key_value_heads": 2},
+    "olmo3": {
+        "num_key_value_heads": 2, "sliding_window": 3, "layer_types": ["sliding_attention", "full_attention"],
+        "rope_theta": 500000.0, "rope_scaling": {
+            "rope_type": "yarn", "factor": 4.0, "beta_fast": 1.5, "beta_slow": 0.25, "attention_factor": 1.2,
+            "original_max_position_embeddings": 16,
+        },
+    },
+    "dots1": {
+        "num_key_value_heads": 2, "head_dim": 8, "attention_bias": True, "n_routed_experts": 8, "sliding_window": 3,
+        "max_window_layers": 1, "num_experts_per_tok": 2, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.5,
+        "n_shared_experts": 2, "first_k_dense_replace": 1, "intermediate_size": 40, "norm_topk_prob": True,
+    },
+    "minimax_m2": {
+        "num_key_value_heads": 2, "head_dim": 8, "num_local_experts": 8, "num_experts_per_tok": 2, "rotary_dim": 4,
+    },
     "gpt_oss": {
         "num_key_value_heads": 2, "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 3,
         "swiglu_limit": 0.8, "rope_theta": 50.0, "rope_scaling": {
@@ -93,7 +108,7 @@ _FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "deepseek_v3": {**_LATENT, "q_lora_rank": 10},
     "deepseek_v2": {**_LATENT, "q_lora_rank": None, "qk_nope_head_dim": 6, "topk_method": "group_limited_greedy"},
 }  # fmt: skip
-_MIXTURES = ("qwen3_moe", "glm4_moe", "deepseek_v2", "deepseek_v3")  # whose experts have a width of their own
+_MIXTURES = ("qwen3_moe", "glm4_moe", "dots1", "deepseek_v2", "deepseek_v3")  # whose experts have a width of their own
 SMALL_FAMILIES = tuple(_FAMILIES)
 # Models whose layers differ: some attend to a window alone, some have an MLP in the place of experts.
 DIFFERENT_LAYERS: tuple[tuple[str, dict[str, Any]], ...] = (

@@ -100,6 +100,13 @@ _OLMO2_ATTENTION: Names = (
     *_norm("self_attn.k_norm", "k_norm", _KEY),
     *_POST_NORMED,
 )
+_MINIMAX_ATTENTION: Names = (
+    *_norm("input_layernorm", "attn_norm"),
+    *_ATTENTION_PRODUCTS,
+    *_norm("self_attn.q_norm", "q_norm", _QUERY),
+    *_norm("self_attn.k_norm", "k_norm", _KEY),
+    *_norm("post_attention_layernorm", "mlp_norm"),
+)
 _TURNED_LAST, _NARROW = "(kv_heads q_group plain_dim+first_half*second_half)", "latent_kv+first_half*second_half"
 _KEYS_AND_VALUES = "(kv_heads plain_dim+value_dim)"
 _LATENT_ATTENTION: Names = (
@@ -154,6 +161,7 @@ _CORRECTED_ROUTER: Names = (
     ("mlp.shared_experts.up_proj.weight", "ffn_shared hidden", "shared_up.weight"),
     ("mlp.shared_experts.down_proj.weight", "hidden ffn_shared", "shared_down.weight"),
 )
+_MINIMAX_BIAS = "e_score_correction_bias", "experts", "correction.weight"
 _NEOX_QKV = "(kv_heads qkv:0 q_group head_dim)|(kv_heads qkv:1 head_dim)|(kv_heads qkv:2 head_dim)"
 _NEOX_LAYER: Names = (
     *_norm("input_layernorm", "attn_norm"),
@@ -183,6 +191,7 @@ _GPT2: Names = (
     *_under("h.{layer}.", "layer.{layer}.", _GPT2_LAYER),
     *_norm("ln_f", "head.0.final_norm"),
 )
+_OLMO = (*_LLAMA_OUTSIDE, *_under("model.layers.{layer}.", "layer.{layer}.", _OLMO2_ATTENTION + _LLAMA_MLP))
 _LLAMA_LIKE = (*_LLAMA_OUTSIDE, *_under("model.layers.{layer}.", "layer.{layer}.", _LLAMA_ATTENTION + _LLAMA_MLP))
 _HEAD: Names = (("lm_head.weight", "vocab hidden", "head.0.unembed.weight"),)
 HF_NAMES: Mapping[str, Mapping[Form, Names]] = {
@@ -190,14 +199,21 @@ HF_NAMES: Mapping[str, Mapping[Form, Names]] = {
     **{
         family: {
             "published": _LLAMA_OUTSIDE + _under("model.layers.{layer}.", "layer.{layer}.", more + published),
-            "module": _LLAMA_OUTSIDE + _under("model.layers.{layer}.", "layer.{layer}.", more + _EXPERTS_STACKED),
+            "module": _LLAMA_OUTSIDE + _under("model.layers.{layer}.", "layer.{layer}.", more + module),
         }
-        for family, published, more in (
-            ("mixtral", _EXPERTS_APART, _LLAMA_ATTENTION),
-            ("qwen3_moe", _EXPERTS_NAMED, _LLAMA_ATTENTION + _LLAMA_MLP),
-            ("glm4_moe", _EXPERTS_NAMED, _LLAMA_ATTENTION + _LLAMA_MLP + _CORRECTED_ROUTER),
-            ("deepseek_v2", _EXPERTS_NAMED, _LATENT_ATTENTION + _LLAMA_MLP + _CORRECTED_ROUTER),
-            ("deepseek_v3", _EXPERTS_NAMED, _LATENT_ATTENTION + _LLAMA_MLP + _CORRECTED_ROUTER),
+        for family, published, module, more in (
+            ("mixtral", _EXPERTS_APART, _EXPERTS_STACKED, _LLAMA_ATTENTION),
+            ("qwen3_moe", _EXPERTS_NAMED, _EXPERTS_STACKED, _LLAMA_ATTENTION + _LLAMA_MLP),
+            ("glm4_moe", _EXPERTS_NAMED, _EXPERTS_STACKED, _LLAMA_ATTENTION + _LLAMA_MLP + _CORRECTED_ROUTER),
+            ("dots1", _EXPERTS_NAMED, _EXPERTS_STACKED, _LLAMA_ATTENTION + _LLAMA_MLP + _CORRECTED_ROUTER),
+            ("deepseek_v2", _EXPERTS_NAMED, _EXPERTS_STACKED, _LATENT_ATTENTION + _LLAMA_MLP + _CORRECTED_ROUTER),
+            ("deepseek_v3", _EXPERTS_NAMED, _EXPERTS_STACKED, _LATENT_ATTENTION + _LLAMA_MLP + _CORRECTED_ROUTER),
+            (
+                "minimax_m2",
+                (*_EXPERTS_APART, *_under("block_sparse_moe.", "", (_MINIMAX_BIAS,))),
+                (*_EXPERTS_STACKED, *_under("mlp.", "", (_MINIMAX_BIAS,))),
+                _MINIMAX_ATTENTION,
+            ),
         )
     },
     **{
@@ -208,10 +224,8 @@ HF_NAMES: Mapping[str, Mapping[Form, Names]] = {
                 (*_LLAMA_OUTSIDE, *_under("model.layers.{layer}.", "layer.{layer}.", _GEMMA_ATTENTION + _LLAMA_MLP)),
             ),
             ("gpt_oss", (*_LLAMA_OUTSIDE, *_under("model.layers.{layer}.", "layer.{layer}.", _GPT_OSS_LAYER))),
-            (
-                "olmo2",
-                (*_LLAMA_OUTSIDE, *_under("model.layers.{layer}.", "layer.{layer}.", _OLMO2_ATTENTION + _LLAMA_MLP)),
-            ),
+            ("olmo2", _OLMO),
+            ("olmo3", _OLMO),
         )
     },
     "gpt2": {"published": _GPT2 + _HEAD, "module": _under("transformer.", "", _GPT2) + _HEAD},

@@ -45,11 +45,8 @@ def spec_from_config(config: Mapping[str, object], *, name: str, source: str) ->
     if isinstance(name_of_type, str) and name_of_type in WITH_TEXT_CONFIG:
         fp8_block(config)
         with inside("text_config"):
-            text = {
-                "model_type": WITH_TEXT_CONFIG[name_of_type],
-                **decode(dict[str, object], config.get("text_config")),
-            }
-            return _spec_of_text(text, name, source)
+            text = decode(dict[str, object], config.get("text_config"))
+            return _spec_of_text({"model_type": WITH_TEXT_CONFIG[name_of_type], **text}, name, source)
     return _spec_of_text(config, name, source)
 
 
@@ -77,7 +74,7 @@ def _spec_of_text(config: Mapping[str, object], name: str, source: str) -> Model
     }
     traits |= _experts(reader, kind, traits["ffn"])
     if traits["positions"] == "rotary":
-        traits |= _rotary(reader, kind, traits["max_positions"])
+        traits |= _rotary(reader, kind, traits["max_positions"], traits["head_dim"])
     traits |= _score_scale(reader, kind, traits["head_dim"])
     traits |= _clamped_glu(reader, kind)
     traits |= _layers_that_differ(reader, kind, traits)
@@ -146,11 +143,13 @@ def _latent(reader: ConfigReader, kind: ModelType) -> dict[str, LatentAttention 
     return {"latent": latent}
 
 
-def _rotary(reader: ConfigReader, kind: ModelType, max_positions: int) -> dict[str, Any]:
+def _rotary(reader: ConfigReader, kind: ModelType, max_positions: int, head_dim: int) -> dict[str, Any]:
     """Read rotary positions: older flat fields, then ``rope_scaling`` or ``rope_parameters``, which override them."""
     # transformers prefers the flat field, and where neither is stated the context of the model.
     flat = reader.whole_or_null("original_max_position_embeddings")
     older = {name: reader.read(float, name) for name in ("rope_theta", "partial_rotary_factor")}
+    if "partial_rotary_factor" not in reader.data and reader.data.get("rotary_dim") and "rotary_dim" in kind.defaults:
+        older["partial_rotary_factor"] = reader.whole("rotary_dim") / max(1, head_dim)
     field = "rope_scaling" if reader.data.get("rope_scaling") else "rope_parameters"
     data = _object(reader, field)
     if field == "rope_parameters" and kind.window == "pattern":
@@ -162,7 +161,7 @@ def _rotary(reader: ConfigReader, kind: ModelType, max_positions: int) -> dict[s
     theta, fraction = group.read(float, "rope_theta"), group.read(float, "partial_rotary_factor")
     scaling = _scaling(group, flat, part="kv_lora_rank" in kind.defaults)
     reader.faults.extend(fault.under(field) for fault in group.faults)
-    if reader.defaults["partial_rotary_factor"] == 1:
+    if reader.defaults["partial_rotary_factor"] == 1 and "rotary_dim" not in kind.defaults:
         message = f"must be 1, not {fraction}: {kind.architecture} rotates whole heads"
         reader.check(lambda: fraction == 1, ("partial_rotary_factor", f"{field}.partial_rotary_factor"), message)
     return {"rotary_theta": theta, "rotary_fraction": fraction, "rotary_scaling": scaling}
@@ -188,8 +187,11 @@ def _no_other_keys(reader: ConfigReader, data: Mapping[str, object], names: tupl
 
 def _local_theta(reader: ConfigReader) -> float:
     """Return the rotary base of layers that attend to a window, where it is one of their own."""
-    field = "rope_parameters.sliding_attention"
-    group = ConfigReader(_object(reader, *field.split(".")), {"rope_theta": reader.read(float, "rope_local_base_freq")})
+    field, flat = "rope_parameters.sliding_attention", "rope_local_base_freq"
+    usual = (
+        reader.read(float, flat) if flat in reader.defaults else reader.defaults["rope_theta"]
+    )  # not the stated base
+    group = ConfigReader(_object(reader, *field.split(".")), {"rope_theta": usual})
     group.only("rope_type", ("default",), "layers that attend to a window have frequencies that are not scaled")
     theta = group.read(float, "rope_theta")
     reader.faults.extend(fault.under(field) for fault in group.faults)
@@ -234,19 +236,15 @@ def _mscale(group: ConfigReader, factor: float, *, part: bool) -> float:
     if turned is None:
         turned = (1 + per_unit * mscale) / (1 + per_unit * of_all) if mscale and of_all else 1 + per_unit
     if part:
-        message = (
-            f"what is turned would grow {turned:.4g} times, and the rest of a head not. State mscale_all_dim, and "
-        )
-        group.check(lambda: turned == 1, fields, f"{message}mscale with the same value")
+        grown = f"what is turned would grow {turned:.4g} times, and the rest of a head not"
+        group.check(lambda: turned == 1, fields, f"{grown}. State mscale_all_dim, and mscale with the same value")
         return of_all or 0.0
     group.check(lambda: factor > 1 or turned == 1, fields, "must be 1 where factor is 1")
     return round((turned - 1) / per_unit, 12) if per_unit else 0.0
 
 
 def _score_scale(reader: ConfigReader, kind: ModelType, head_dim: int) -> dict[str, float]:
-    if "query_pre_attn_scalar" not in kind.defaults:
-        return {}
-    scalar = reader.read(float, "query_pre_attn_scalar")
+    scalar = reader.read(float, "query_pre_attn_scalar") if "query_pre_attn_scalar" in kind.defaults else head_dim
     return {"query_scalar": scalar} if scalar != head_dim else {}
 
 
@@ -280,13 +278,15 @@ def _router(reader: ConfigReader, kind: ModelType) -> Router | None:
     method = _method(reader, kind)
     if kind.router == "groups":
         reader.only("norm_topk_prob", (False, None), f"{kind.architecture} does not normalise the weights of experts")
-    groups, inside_of = (reader.whole_or_null(name) or 1 for name in ("n_group", "topk_group")) if method else (1, 1)
+    limits = ("n_group", "topk_group") if method and "n_group" in reader.defaults else ()
+    groups, inside_of = [reader.whole_or_null(name) or 1 for name in limits] or (1, 1)
     limited = inside_of != groups  # within all groups is without a limit
+    always = "norm_topk_prob" not in reader.defaults
     router = reader.made(
         lambda: Router(
             scores="sigmoid" if corrected else "softmax",
-            normalised=kind.router != "groups" and reader.read(bool, "norm_topk_prob"),
-            scale=reader.read(float, "routed_scaling_factor") if kind.router != "softmax" else 1.0,
+            normalised=kind.router != "groups" and (always or reader.read(bool, "norm_topk_prob")),
+            scale=reader.read(float, "routed_scaling_factor") if "routed_scaling_factor" in reader.defaults else 1.0,
             groups=groups if limited else 1,
             chosen_groups=inside_of if limited else 1,
             group_score="best two" if corrected and limited else "best",
@@ -349,23 +349,21 @@ def _stated_window(reader: ConfigReader, kind: ModelType) -> int | None:
         if reader.data.get("use_sliding_window") is not False:
             reader.only("sliding_window", (None,), f"{kind.architecture} attends to the whole sequence")
         return None
-    used = kind.window in ("all layers", "pattern", "by turns") or reader.read(bool, "use_sliding_window")
+    used = kind.window not in ("all layers if used", "some layers") or reader.read(bool, "use_sliding_window")
     return reader.whole_or_null("sliding_window") if used else None
 
 
 def _local_layers(reader: ConfigReader, kind: ModelType, num_layers: int, window: int | None) -> list[bool]:
     """Say which layers attend to a window alone."""
-    stated, mixed = reader.data.get("layer_types"), kind.window in ("some layers", "pattern", "by turns")
+    stated, from_one_on = reader.data.get("layer_types"), kind.window in ("some layers", "last layers")
+    mixed = from_one_on or kind.window in ("pattern", "by turns")
     if stated is None and kind.window in ("pattern", "by turns"):
         period = reader.whole("sliding_window_pattern") if kind.window == "pattern" else 2
         return [window is not None and (number + 1) % period != 0 for number in range(num_layers)]
     if stated is None or (not mixed and stated == _same_layers(window, num_layers)):
-        first = reader.whole("max_window_layers", low=0) if kind.window == "some layers" and window else 0
+        first = reader.whole("max_window_layers", low=0) if from_one_on and window else 0
         return [window is not None and number >= first for number in range(num_layers)]
-    words = {
-        "full_attention": False,
-        **({"sliding_attention": True} if mixed and window else {}),
-    }
+    words = {"full_attention": False, **({"sliding_attention": True} if mixed and window else {})}
     if not mixed:
         words = {_same_layers(window, 1)[0]: window is not None}
     layers = (

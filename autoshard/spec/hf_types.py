@@ -17,6 +17,8 @@ from autoshard.spec.model import Activation, ModelSpec
 # How the code of a mixture chooses experts: by logits, and the softmax of these (chosen); by a softmax of all
 # (softmax), that may be limited to the groups with the best expert (groups); or as DeepSeek-V3 (corrected).
 RouterCode = Literal["chosen", "softmax", "groups", "corrected"]
+# Which layers attend to a window: of some and last layers those from max_window_layers on, if it is used or always.
+Window = Literal["none", "all layers", "all layers if used", "some layers", "last layers", "pattern", "by turns"]
 # Config fields that are true or false, and the fields of ModelSpec that they set.
 FLAGS: Mapping[str, tuple[str, ...]] = {
     "attention_bias": ("qkv_bias", "out_bias"),
@@ -38,7 +40,7 @@ class ModelType:
     fixed: Mapping[str, Any] = field(default_factory=dict[str, Any])
     defaults: Mapping[str, Any]
     grouped_heads: bool = True
-    window: Literal["none", "all layers", "all layers if used", "some layers", "pattern", "by turns"] = "none"
+    window: Window = "none"
     width: str = "intermediate_size"  # the field with the width of an MLP
     router: RouterCode = "chosen"
     flags: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: FLAGS)
@@ -139,6 +141,28 @@ MODEL_TYPES: Mapping[str, ModelType] = {
         router="corrected",
         flags={**FLAGS, "attention_bias": ("qkv_bias",)},
     ),
+    "dots1": ModelType(
+        architecture="Dots1ForCausalLM",
+        fixed={"qk_norm": True},
+        defaults={
+            "max_position_embeddings": 2048, "num_key_value_heads": 32, "attention_bias": False, "n_shared_experts": 1,
+            "first_k_dense_replace": 0, "norm_topk_prob": False, "routed_scaling_factor": 1.0, "n_group": 1,
+            "topk_group": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc", "intermediate_size": 10944,
+            "sliding_window": 4096, "max_window_layers": 62,
+        },
+        window="last layers",
+        width="moe_intermediate_size",
+        router="corrected",
+    ),
+    "minimax_m2": ModelType(
+        architecture="MiniMaxM2ForCausalLM",
+        fixed={"qk_norm": True, "qk_norm_over": "all heads"},
+        defaults={
+            "max_position_embeddings": 196608, "num_key_value_heads": 8, "head_dim": 128, "rope_theta": 5e6,
+            "rotary_dim": None, "num_experts_per_tok": 8, "scoring_func": "sigmoid",
+        },
+        router="corrected",
+    ),
     "gemma3_text": ModelType(
         architecture="Gemma3ForCausalLM",
         fixed={"qk_norm": True, "norm_place": "both", "norm_offset": 1.0, "scaled_embeddings": True},
@@ -177,6 +201,15 @@ MODEL_TYPES: Mapping[str, ModelType] = {
         architecture="Olmo2ForCausalLM",
         fixed={"qk_norm": True, "qk_norm_over": "all heads", "norm_place": "after"},
         defaults={"max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "attention_bias": False},
+    ),
+    "olmo3": ModelType(
+        architecture="Olmo3ForCausalLM",
+        fixed={"qk_norm": True, "qk_norm_over": "all heads", "norm_place": "after"},
+        defaults={
+            "max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "attention_bias": False, "rope_theta": 500000.0,
+            "sliding_window": 4096, "sliding_window_pattern": 4,
+        },
+        window="pattern",
     ),
 }  # fmt: skip
 # Types whose config holds that of a model that reads text alone in its field ``text_config``.

@@ -23,7 +23,7 @@ from autoshard.spec.model_parts import RotaryScaling
 _SPELLED: Mapping[str, Mapping[str, str]] = {
     "gpt2": {name: others[0] for name, others in ALIASES.items()} | {"rms_norm_eps": "layer_norm_epsilon"},
     "qwen3_moe": {"num_local_experts": "num_experts"},
-    **{name: {"num_local_experts": "n_routed_experts"} for name in ("glm4_moe", "deepseek_v2", "deepseek_v3")},
+    **{name: {"num_local_experts": "n_routed_experts"} for name in ("glm4_moe", "dots1", "deepseek_v2", "deepseek_v3")},
     "gemma3_text": {"hidden_act": "hidden_activation"},
     "gpt_neox": {
         "rms_norm_eps": "layer_norm_eps", "rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"
@@ -131,10 +131,10 @@ def _layers(model: ModelSpec, kind: ModelType) -> Mapping[str, Any]:
         fields["use_sliding_window"] = window is not None
     if kind.window in ("pattern", "by turns"):
         fields |= {"sliding_window": window or 1, "layer_types": _layer_types(windows)}  # of no layer if there is none
-    if kind.window == "pattern":
+    if "rope_local_base_freq" in kind.defaults:
         thetas = {spec.rotary_theta for spec in each_kind.values() if spec.window}
         fields |= {"rope_local_base_freq": thetas.pop()} if thetas else {}
-    if kind.window == "some layers":
+    if kind.window in ("some layers", "last layers"):
         fields["max_window_layers"] = 0 if window else model.num_layers
         if len({*windows}) > 1:
             fields["layer_types"] = _layer_types(windows)
@@ -154,18 +154,34 @@ def _rotary(model: ModelSpec, kind: ModelType) -> Mapping[str, Any]:
     fields: dict[str, Any] = {"rope_theta": model.rotary_theta}
     if model.rotary_fraction != 1 or "partial_rotary_factor" in kind.defaults:
         fields["partial_rotary_factor"] = model.rotary_fraction
+    if kind.window == "pattern" and "rope_local_base_freq" not in kind.defaults:
+        return _rotary_of_layers(model)
     if "rope_scaling" in kind.defaults:  # where none is stated, it has one
         fields["rope_scaling"] = {"rope_type": "default"}
-    if scaling := model.rotary_scaling:
-        fields["rope_scaling"] = {"rope_type": scaling.kind, "factor": scaling.factor}
-        if scaling.kind == "llama3":
-            fields["rope_scaling"] |= {
-                "low_freq_factor": scaling.low_frequency_factor,
-                "high_freq_factor": scaling.high_frequency_factor,
-                "original_max_position_embeddings": scaling.original_positions,
-            }
-        if scaling.kind == "yarn":
-            fields["rope_scaling"] |= _yarn(scaling, part=model.latent is not None)
+    return fields | ({"rope_scaling": _scaling(model)} if model.rotary_scaling else {})
+
+
+def _rotary_of_layers(model: ModelSpec) -> Mapping[str, Any]:
+    """Write the rotary positions of layers that attend to all tokens, and of those that attend to a window."""
+    local = {spec.rotary_theta for name in model.layer_counts if (spec := model.of_kind(name)).window}
+    scaling = _scaling(model) if model.rotary_scaling else {"rope_type": "default"}
+    everywhere = {"rope_theta": model.rotary_theta, **scaling}
+    in_window = {"rope_theta": local.pop() if local else model.rotary_theta, "rope_type": "default"}
+    return {"rope_parameters": {"full_attention": everywhere, "sliding_attention": in_window}}
+
+
+def _scaling(model: ModelSpec) -> Mapping[str, Any]:
+    scaling = model.rotary_scaling
+    assert scaling, "only a scaling is written"
+    fields: dict[str, Any] = {"rope_type": scaling.kind, "factor": scaling.factor}
+    if scaling.kind == "llama3":
+        fields |= {
+            "low_freq_factor": scaling.low_frequency_factor,
+            "high_freq_factor": scaling.high_frequency_factor,
+            "original_max_position_embeddings": scaling.original_positions,
+        }
+    if scaling.kind == "yarn":
+        fields |= _yarn(scaling, part=model.latent is not None)
     return fields
 
 

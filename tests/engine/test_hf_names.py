@@ -25,7 +25,9 @@ CARDS = Path(autoshard.__file__).parents[1] / "models"
 FORMS: tuple[Form, ...] = ("published", "module")
 FLAGS: Mapping[str, tuple[str, ...]] = {
     "llama": ("attention_bias", "mlp_bias", "tie_word_embeddings"),
-    **dict.fromkeys(("qwen3", "glm4_moe", "deepseek_v2", "deepseek_v3"), ("attention_bias", "tie_word_embeddings")),
+    **dict.fromkeys(
+        ("qwen3", "glm4_moe", "dots1", "deepseek_v2", "deepseek_v3"), ("attention_bias", "tie_word_embeddings")
+    ),
     "gpt_oss": ("attention_bias", "tie_word_embeddings"),
 }
 
@@ -58,12 +60,12 @@ def configs(draw: st.DrawFn) -> Mapping[str, Any]:
         config |= {"num_key_value_heads": heads, "q_lora_rank": draw(st.none() | small)}
         config |= {name: draw(small) for name in ("kv_lora_rank", "qk_nope_head_dim", "v_head_dim")}
         config |= {"qk_rope_head_dim": 2 * draw(st.integers(1, 3))}
-    if family in ("glm4_moe", "deepseek_v2", "deepseek_v3"):
+    if family in ("glm4_moe", "dots1", "deepseek_v2", "deepseek_v3"):
         config |= {"n_shared_experts": draw(st.integers(1, 3)), "first_k_dense_replace": draw(st.integers(0, 2))}
         config |= {"intermediate_size": draw(small), "n_group": 1, "topk_group": 1}
     if family == "glm4_moe":
         config |= {"use_qk_norm": draw(st.booleans())}
-    if family in ("mixtral", "qwen3_moe", "glm4_moe", "deepseek_v2", "deepseek_v3", "gpt_oss"):
+    if family in ("mixtral", "qwen3_moe", "glm4_moe", "dots1", "minimax_m2", "deepseek_v2", "deepseek_v3", "gpt_oss"):
         config |= {
             "norm_topk_prob": family != "deepseek_v2",
             "num_local_experts": draw(st.integers(2, 4)),
@@ -161,5 +163,6 @@ def test_a_card_has_the_tensors_of_the_transformers_module(name: str):
     with torch.device("meta"):
         settings = transformers.AutoConfig.for_model(card["model_type"], **fields)
         module = transformers.AutoModelForCausalLM.from_config(settings)
-    expected = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
+    corrections = [named for named in module.named_buffers() if named[0].endswith("e_score_correction_bias")]
+    expected = {name: tuple(tensor.shape) for name, tensor in (*module.named_parameters(), *corrections)}
     assert HfNames.of(card["model_type"], model, "module").shapes == expected

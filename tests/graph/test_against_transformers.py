@@ -125,8 +125,9 @@ def theirs(config: Mapping[str, Any], tokens: Array, added: Callable[[Any], Any]
 def watched(module: Any, correction: str) -> list[Any]:
     """Return a list to which the router with this correction adds by how much each expert is chosen too often."""
     counts: list[Any] = []
-    router = module.get_submodule(correction.rpartition(".")[0])
-    router.register_forward_hook(lambda router, _, made: counts.append(excess_of(made[2], router.num_experts)))
+    owner, num_experts = module.get_submodule(correction.rpartition(".")[0]), len(module.get_buffer(correction))
+    router = getattr(owner, "gate", owner)  # MiniMax-M2 keeps corrections beside its router
+    router.register_forward_hook(lambda _, __, made: counts.append(excess_of(made[2], num_experts)))
     return counts
 
 

@@ -51,10 +51,13 @@ PARAMETERS = {
     "gemma3-27b": 27_009_346_304,
     "olmo2-7b": 7_298_617_344,
     "olmo2-13b": 13_716_198_400,
+    "olmo3-7b": 7_298_011_136,
+    "olmo3-32b": 32_233_522_176,
     "glm4.5-air": 106_852_245_504,
     "glm4.5": 352_797_814_784,
     "gpt-oss-20b": 20_914_757_184,
     "gpt-oss-120b": 116_829_156_672,
+    "minimax-m2": 228_689_748_992,
 }
 SIZES: dict[str, Any] = {
     "name": "m", "num_layers": 2, "hidden": 64, "ffn": 128, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16,
