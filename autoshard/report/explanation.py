@@ -58,8 +58,8 @@ def explanation_sheets(
     if alternatives.rivals:
         yield answers_sheet(plan, runners_up_of(plan, alternatives.rivals))
     if proof := alternatives.certificate:
-        said = {"statement": proof.statement_of(plan), "accounting": proof.about(plan).accounting}
-        refused = refused_sheet(Node({**encode(proof), **said}))
+        record = Node({**encode(proof), "accounting": proof.about(plan).accounting})
+        refused = refused_sheet(record, proof.statement_of(plan))
         yield refused if whole else Sheet(notes=refused.notes[:1])
     yield Sheet(notes=[Words(f"seconds {explanation.basis}", "warning"), *plan_warnings(plan)])
     if not whole:

@@ -335,8 +335,8 @@ def _row_groups(num_ranks: int, most_rows: int = MOST_ROWS) -> list[range]:
     return [range(1), *middle, *([range(num_ranks - 1, num_ranks)] if num_ranks > 1 else [])]
 
 
-def refused_sheet(record: Node) -> Sheet:
-    """Return what was searched and proven, and what was refused; a search's record, or its certificate with words."""
+def refused_sheet(record: Node, proven: str) -> Sheet:
+    """Return what was searched and refused, by a record or a certificate of a search, and what is ``proven``."""
     refusals = sorted(record["refusals"], key=lambda refusal: -refusal["num_points"].value)
     columns: dict[str, Column] = {"rule": "rule_id", ">points": "num_points", "for example": "example"}
     about = f"Of {record['num_points'].value:,} layouts {record['num_legal'].value:,} are legal; "
@@ -345,7 +345,7 @@ def refused_sheet(record: Node) -> Sheet:
         title="What was refused, and why",
         about=f"{about}one may be refused by several Rules.",
         tables=[Table("", [*columns], sheet_rows(refusals, columns), whole=("rule",), drop=(">points",))],
-        notes=[record["statement"].value, Words(record["accounting"].value, "soft")],
+        notes=[proven, Words(record["accounting"].value, "soft")],
     )
 
 

@@ -83,7 +83,7 @@ def plan_sections(
         "blocks": ("Operations", lambda: _blocks(first, figures)),
         "pareto": ("Trade-offs", lambda: _pareto(shown, data)),
         "others": ("Answers", lambda: _answers(first, figures)),
-        "refused": ("Refused", lambda: sheet_section(refused_sheet(figures["search"]))),
+        "refused": ("Refused", lambda: sheet_section(refused_sheet(figures["search"], _proven(figures)))),
         "basis": ("Basis", lambda: _basis(shown)),
     }
     of_search = () if figures["search"] else ("refused", "pareto") if len(shown) == 1 else ("refused",)
@@ -228,7 +228,7 @@ def _answers(shown: ShownPlan, figures: Node) -> Markup:
     whole = Sheet(
         name=name,
         title="The answers, and what others run",
-        about=f"{answers[0]['name'].value}: {record['statement'].value}",
+        about=_proven(figures),
         notes=[*warnings, *answers_notes(answers)],
     )
     return sheet_section(
@@ -236,6 +236,16 @@ def _answers(shown: ShownPlan, figures: Node) -> Markup:
         table(beside) if beside else None,
         details("All answers and runners-up", table(whole_table), open=not beside),
     )
+
+
+def _proven(figures: Node) -> str:
+    """Say what the search proves of the best plan, and how far this one may be from the best where it is another."""
+    record, answer = figures["search"], _answer_of(figures)
+    best = record["answers"][0]
+    of_best = f"{best['name'].value}: {record['statement'].value}"
+    if not answer or answer["gap"].value == best["gap"].value or answer["gap"].value > 1 - _NOTHING:
+        return of_best
+    return f"{answer['name'].value}, this plan: {_distance(answer['gap'].value)} from the best; {of_best}"
 
 
 def _answer_of(figures: Node) -> Node | None:

@@ -11,6 +11,7 @@ from hypothesis import given, strategies as st
 
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.diff import diff
+from autoshard.plan.found import search_record
 from autoshard.plan.plan import Plan
 from autoshard.report.comparison import sentences
 from autoshard.report.page.elements import tag
@@ -23,7 +24,7 @@ from autoshard.report.page.timeline import MOST_ACTIONS, MOST_MEMORIES, memory_c
 from autoshard.report.sheet import Node
 from autoshard.report.words import prediction_of
 from autoshard.search.bound.request import plan_at
-from autoshard.units import format_bytes, format_count, format_dollars, format_seconds
+from autoshard.units import format_at_most, format_bytes, format_count, format_dollars, format_seconds
 from tests.report.page.pages import page_named, page_of, plan_named, read, shown
 from tests.report.traces.test_predicted import CASES, case
 from tests.search.brute_force import ask
@@ -278,6 +279,17 @@ def test_the_fullest_rank_is_among_those_whose_memory_is_drawn():
             f"pipeline rank {place}: at most {format_bytes(full.most_bytes)}"
         ]
         assert f"Drawn are {MOST_MEMORIES} of 21 pipeline ranks" in drawn.whole_text
+
+
+def test_a_page_says_one_distance_from_the_best_of_its_plan_and_names_the_plan_of_any_further_one():
+    plan, fastest = plan_named("dense"), plan_named("dense", "fastest")
+    assert plan != fastest
+    gaps = {answer.name: answer.gap for answer in (search_record(plan) or pytest.fail("it has a search")).answers}
+    simple, best = (format_at_most(gaps[name]) for name in ("simple", "fastest"))
+    assert simple != best
+    page, said = read(page_named("dense")).whole_text, f"simple, this plan: at most {simple} from the best; fastest: "
+    assert page.count(said) == page.count(f"within {best}") == 2
+    assert "this plan: " not in read(page_of(fastest)[0]).whole_text
 
 
 def test_a_plan_without_a_search_says_so_and_an_edited_one_as_well():
