@@ -116,3 +116,12 @@ def test_pages_open_and_are_searched_as_files_without_a_word_of_the_console(site
         look = f"const count = {results}; if (count || looks++ > 300) ends(count); else setTimeout(look, 100);"
         assert tab.value(f"new Promise(ends => {{ let looks = 0; const look = () => {{ {look} }}; look(); }})")
         assert tab.errors == []
+
+
+def test_every_picture_of_the_repository_stands_in_a_page() -> None:
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    text = "".join(page.read_text(encoding="utf-8") for page in pages)
+    pictures = {
+        path.name for folder in (ROOT, ROOT / "docs") for kind in ("png", "svg") for path in folder.glob(f"*.{kind}")
+    }
+    assert pictures and {name for name in pictures if not re.search(rf"[/(]{re.escape(name)}\)", text)} == set()
