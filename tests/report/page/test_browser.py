@@ -58,6 +58,20 @@ def test_a_page_opens_without_a_word_on_the_console_and_fits_its_window(
     assert not tab.errors
 
 
+def test_a_long_word_is_broken_where_the_window_ends(tab: Tab, tmp_path: Path):
+    plan, word = plan_named("dense"), "name_of_a_function_" * 5
+    record = json.loads(plan.provenance["search"])
+    for answer in record["answers"]:
+        answer |= {"source": f"https://example.com/recipes.py ({word})", "why": word}
+    long = replace(plan.model, name=word)
+    page = tmp_path / "long.html"
+    text = page_of(replace(plan, model=long, provenance={**plan.provenance, "search": json.dumps(record)}))[0]
+    page.write_text(text, encoding="utf-8")
+    assert f"({word})" in text
+    tab.open(page, 400)
+    assert tab.value("document.documentElement.scrollWidth") <= 400, "the page scrolls sideways"
+
+
 def test_pointing_at_an_action_names_it_with_its_time(dense: Tab):
     plan = plan_named("dense")
     rank = timeline_of(plan).ranks[0]
