@@ -11,7 +11,6 @@ from autoshard.report.plan_sheets import (
     largest_parts,
     plan_figures,
     question_words,
-    search_words,
     total_words,
     work_words,
 )
@@ -22,6 +21,7 @@ from autoshard.report.words import (
     layout_words,
     prediction_of,
     program_lines,
+    search_words,
     signed_words,
     software_of,
     spill_words,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from autoshard.plan.plan import Plan
-from autoshard.report.plan_sheets import total_words, work_words
+from autoshard.report.plan_sheets import total_cell, work_words
 from autoshard.report.sheet import Cell, Sheet, Table, Words
 from autoshard.report.structured import total_json
 from autoshard.report.words import axes_words, prediction_of
@@ -61,7 +61,7 @@ def machines_sheets(answers: Sequence[MachineAnswer], total_tokens: float | None
             rows.append([*place, *["-"] * (6 if total_tokens else 5), "no plan"])
             continue
         predicted = prediction_of(plan)
-        total = [total_words(plan, total_tokens).partition(" take ")[2]] if total_tokens else []
+        total = [total_cell(plan, total_tokens)] if total_tokens else []
         rows.append([
             *place, format_seconds(predicted.step_time_s), format_seconds(predicted.high_s),
             format_count(predicted.tokens_per_s, "tokens/s"),

@@ -24,6 +24,7 @@ from autoshard.report.words import (
     prediction_of,
     program_lines,
     ranks_text,
+    search_words,
     software_of,
     time_bar,
     zero_words,
@@ -241,22 +242,18 @@ def _price_words(cluster: Cluster) -> str:
 
 
 def total_words(plan: Plan, total_tokens: float) -> str:
-    """Say how long all of the tokens take, and what they cost."""
+    """Say how long all of the tokens take, what they cost, and both at the slow end of the prediction."""
+    times = prediction_of(plan).high_s / prediction_of(plan).step_time_s
+    slow = f"; up to {total_cell(plan, total_tokens, times)}" if times > 1 else ""
+    return f"{large_words(total_tokens)} tokens take {total_cell(plan, total_tokens)}{slow}"
+
+
+def total_cell(plan: Plan, total_tokens: float, times: float = 1.0) -> str:
+    """Say the time and the dollars of all of the tokens alone, where steps take so many ``times`` what is predicted."""
     total = total_json(plan, total_tokens) or {}
-    time_s, usd = total["time_s"], total["usd"]
+    time_s, usd = times * total["time_s"], total["usd"]
     took = f"{time_s / _DAY_S:,.1f} days" if time_s >= 2 * _DAY_S else format_seconds(time_s)
-    cost = f" and {format_dollars(usd)}" if usd is not None else ""
-    return f"{large_words(total_tokens)} tokens take {took}{cost}"
-
-
-def search_words(certificate: Certificate) -> str:
-    """Say how good the plan is among what was searched."""
-    more = {"time": "faster", "memory": "smaller", "dollars": "cheaper"}[certificate.objective]
-    best = {"time": "fastest", "memory": "smallest", "dollars": "cheapest"}[certificate.objective]
-    of, gap = f"{counted(certificate.num_legal, 'legal layout', form=',')} searched", certificate.gap
-    if not certificate.bound:
-        return f"{of} in part: how much {more} another could be is not known"
-    return f"the {best} of {of}" if gap < 1e-9 else f"{of}: none can be more than {format_at_most(gap)} {more}"
+    return f"{took} and {format_dollars(times * usd)}" if usd is not None else took
 
 
 def time_sheet(figures: Node) -> Sheet:

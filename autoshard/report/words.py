@@ -3,14 +3,14 @@
 from collections.abc import Mapping, Sequence
 
 from autoshard.plan.candidate import Candidate
-from autoshard.plan.explanation import Ratio
+from autoshard.plan.explanation import Certificate, Ratio
 from autoshard.plan.folding import expert_ranks
 from autoshard.plan.plan import Compiling, Plan, Prediction
 from autoshard.plan.recompute import Recompute
 from autoshard.plan.verify import unrun_precision
 from autoshard.report.sheet import Part
 from autoshard.spec.kernels import load_kernels
-from autoshard.units import counted, format_bytes, format_seconds
+from autoshard.units import counted, format_at_most, format_bytes, format_seconds
 
 TIME_WORDS = {
     "compute": "compute",
@@ -202,6 +202,16 @@ def program_lines(plan: Plan) -> list[str]:
         return unlifted
     runs = "`autoshard run` uses autoshard's torch engine, whose seconds are those of a plan without kernels="
     return [*unlifted, f"time and memory are those of {software_of(plan)}; {runs}"]
+
+
+def search_words(certificate: Certificate) -> str:
+    """Say how good the plan is among what was searched."""
+    more = {"time": "faster", "memory": "smaller", "dollars": "cheaper"}[certificate.objective]
+    best = {"time": "fastest", "memory": "smallest", "dollars": "cheapest"}[certificate.objective]
+    of, gap = f"{counted(certificate.num_legal, 'legal layout', form=',')} searched", certificate.gap
+    if not certificate.bound:
+        return f"{of} in part: how much {more} another could be is not known"
+    return f"the {best} of {of}" if gap < 1e-9 else f"{of}: none can be more than {format_at_most(gap)} {more}"
 
 
 def large_words(count: float) -> str:

@@ -166,8 +166,22 @@ def test_json_says_what_all_tokens_take_and_why_so_many_nodes(typed: Typed) -> N
     assert total["tokens"] == 1e12 and total["usd"] == 1000 * told["dollars"]["usd_per_billion_tokens"]
     assert total["time_s"] * told["plan"]["prediction"]["tokens_per_s"] == pytest.approx(1e12)
     text = typed(f"{ASKED} {layout} --force")[1]
-    assert f"1 trillion tokens take {total['time_s'] / 86_400:,.1f} days and ${total['usd']:,.0f}" in text
+    times = told["plan"]["prediction"]["high_s"] / told["plan"]["prediction"]["step_time_s"]
+    likely, slow = (f"{by * total['time_s'] / 86_400:,.1f} days and ${by * total['usd']:,.0f}" for by in (1, times))
+    assert times > 1 and f"1 trillion tokens take {likely}; up to {slow}" in text
     assert json.loads(typed(f"plan llama3-8b {layout} --json --force")[1])["total"] is None
     sized = json.loads(typed(f"{ASKED} --fix tp=8,pp=1,cp=1,mbs=1,recompute=full --deadline 90d --force --json")[1])
     assert sized["size"]["nodes"] == 8 and "the fewest nodes" in sized["size"]["why"]
     assert sized["total"]["time_s"] < 90 * 86_400
+
+
+def test_nodes_for_a_deadline_say_whether_the_slow_end_of_the_prediction_meets_it(typed: Typed) -> None:
+    layout = "--fix tp=8,pp=1,cp=1,mbs=1,recompute=full"
+    predicted = json.loads(typed(f"{ASKED} {layout} --nodes 8 --json --force")[1])["plan"]["prediction"]
+    likely, slow = (1e12 * predicted[key] / 1024 / 8192 / 86_400 for key in ("step_time_s", "high_s"))
+    why = {}
+    for days in (int((likely + slow) / 2), int(slow) + 1):
+        size = json.loads(typed(f"{ASKED} {layout} --deadline {days}d --json --force")[1])["size"]
+        assert size["nodes"] == 8 and f"that meet {days}d: {likely:.1f} days; {slow:.1f} days at the" in size["why"]
+        why[days] = size["why"]
+    assert [words.endswith("interval, too late") for words in why.values()] == [True, False]

@@ -224,7 +224,7 @@ def test_refusals_come_by_number_and_the_statement_names_what_was_minimised_and_
     counts = {"few": 1, "many": 7, "some": 3}
     refusals = tuple(Refusal(rule_id=key, num_points=count, example=f"{key}=1: no") for key, count in counts.items())
     whole = certificate(refusals=refusals, num_solved=4, num_fitting=2)
-    text = printed(refused_sheet(Node({**encode(whole), "statement": whole.statement, "accounting": whole.accounting})))
+    text = printed(refused_sheet(Node({**encode(whole), "accounting": whole.accounting}), whole.statement))
     assert re.findall(r"^(many|some|few) +([0-9]+)", text, re.MULTILINE) == [("many", "7"), ("some", "3"), ("few", "1")]
     words = " ".join(text.split())
     assert "or within 0.50% of it, of 5 legal layouts" in words
@@ -242,15 +242,15 @@ def test_the_first_lines_say_what_was_not_finished_and_how_much_better_a_plan_ma
     done = printed(
         drawn(*plan_sheets(plan, certificate(), total_tokens=2e12, next_step="autoshard verify plan.json")), width=80
     )
-    first = done.splitlines()[:12]
+    first = done.splitlines()[:13]
     assert first[0].startswith("llama3-70b (70.55 G") and "next     autoshard verify plan.json" in first
     assert "search   5 legal layouts searched: none can be more than 0.50% faster" in first
     prediction, dollars = plan.prediction, plan.dollars
     assert prediction and dollars
     days = 2e12 / prediction.tokens_per_s / 86_400
-    assert (
-        f"total    2 trillion tokens take {days:,.1f} days and ${2000 * dollars.usd_per_billion_tokens:,.0f}" in first
-    )
+    usd, times = 2000 * dollars.usd_per_billion_tokens, prediction.high_s / prediction.step_time_s
+    total = f"total 2 trillion tokens take {days:,.1f} days and ${usd:,.0f}; up to {times * days:,.1f} days and"
+    assert f"{total} ${times * usd:,.0f} search" in " ".join(" ".join(first).split())
     assert "search   the fastest of 5 legal" in printed(drawn(*plan_sheets(plan, certificate(bound=2.0))))
 
 

@@ -89,7 +89,7 @@ def sized(question: QuestionOptions, applied: Callable[[Request], Request], sear
             continue
         met.append((request, plan))
         if to.deadline_s is not None and days * DAY_S <= to.deadline_s:
-            return SizedRequest(request=request, why=f"the fewest nodes of a power of two that take {days:.1f} days")
+            return SizedRequest(request=request, why=_in_time(plan, days, to))
     if met and to.deadline_s is None:
         request, plan = met[-1]
         days, usd = _cost(plan, tokens)
@@ -105,6 +105,15 @@ def _cost(plan: Plan, tokens: float) -> tuple[float, float | None]:
     assert plan.prediction, "every plan of a search is predicted"
     days = tokens / plan.prediction.tokens_per_s / DAY_S
     return days, plan.dollars and plan.dollars.usd_per_billion_tokens * tokens / 1e9
+
+
+def _in_time(plan: Plan, days: float, to: Target) -> str:
+    """Say that so many nodes meet the deadline, and whether they still do at the slow end of the prediction."""
+    assert plan.prediction and to.deadline_s, "asked only of a plan that is fast enough"
+    slow_days = days * plan.prediction.high_s / plan.prediction.step_time_s
+    missed = ", too late" if slow_days * DAY_S > to.deadline_s else ""
+    fewest = f"the fewest nodes, of 1, 2, 4 and so on, that meet {to.deadline}: {days:.1f} days"
+    return f"{fewest}; {slow_days:.1f} days at the slow end of the interval{missed}"
 
 
 def _missed(met: Sequence[tuple[Request, Plan]], tokens: float, cheapest: tuple[float, int] | None) -> str:
