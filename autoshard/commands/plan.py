@@ -270,8 +270,6 @@ def _show_answers(
         return to.end(chosen, written)
     next_step = "" if written.refused else to.next_step
     if not to.verbose:
-        for remark in result.remarks:
-            print_notes(Words(remark, "warning"))
         print_answer(brief_sheets(result, answer, total_tokens=to.total_tokens, next_step=next_step))
         better()
         if sentences:

@@ -48,7 +48,7 @@ def brief_sheets(
     shown = shown_answers(answers, written)
     if len(shown) > 1:
         yield Sheet(tables=[answers_beside(plan, shown, written)])
-    lines = [Words(line, "warning") for line in program_lines(plan)]
+    lines = [Words(line, "warning") for line in (*result.remarks, *program_lines(plan))]
     lines += doubts(prediction_of(plan).outside, _MOST_DOUBTS)
     basis = Words(f"prediction {prediction_of(plan).basis.partition(':')[0]}", "soft")
     yield Sheet(notes=[*_misfit(plan), *lines, basis])

@@ -111,3 +111,10 @@ def test_a_reader_that_goes_away_ends_the_answer_and_not_the_program_with_an_err
     monkeypatch.setattr(console.file, "write", gone, raising=False)
     with pytest.raises(BrokenPipeError):
         console.print("text")
+
+
+def test_what_the_choice_hinges_on_follows_the_answers_that_it_is_about() -> None:
+    result = replace(result_of("vendor"), remarks=("interleaved would be 2.0% faster, which nobody has measured",))
+    text = printed(drawn(*brief_sheets(result, result.runnable(result.name))))
+    assert text.startswith("llama3-70b (70.55 G parameters)")
+    assert text.index("Answers; ") < text.index("\n\ninterleaved would be 2.0% faster") < text.index("\nprediction ")
