@@ -92,7 +92,7 @@ def _split(name: str, options: Mapping[str, Option], arguments: Sequence[str]) -
     try:
         return dict(vars(parser_of(name, options).parse_args(arguments)))
     except ArgumentError as error:
-        raise InputError.of("", f"{_in_our_words(str(error))}. See autoshard {name} --help") from None
+        raise InputError.of("", f"{_in_our_words(str(error), arguments)}. See autoshard {name} --help") from None
 
 
 def _typed_twice(options: Mapping[str, Option], arguments: Sequence[str]) -> Iterator[Fault]:
@@ -127,19 +127,27 @@ def _with_numbers(options: Mapping[str, Option], arguments: Sequence[str]) -> li
     return words
 
 
-def _in_our_words(message: str) -> str:
-    """Return a fault of the parser as our other faults are said.
+def _in_our_words(message: str, arguments: Sequence[str] = ()) -> str:
+    """Return a fault of the parser as our other faults are said; of a word too many, by what stands before it.
 
     >>> _in_our_words("argument --model: expected one argument"), _in_our_words("unrecognized arguments: pp=8")
     ('--model: a value is missing', 'pp=8: belongs to no option. Values of one option are joined by commas: tp=8,pp=2')
+    >>> _in_our_words("unrecognized arguments: days", ["llama3-8b", "--deadline", "30", "days"])
+    'days: belongs to no option. --deadline has 30 alone: write values without spaces, several with commas'
     """
     text = message.removeprefix("argument ").replace("expected one argument", "a value is missing")
     extra = text.removeprefix("unrecognized arguments: ").removeprefix("Unrecognized arguments: ")
     if extra == text:
         return text
-    joined = ". Values of one option are joined by commas: tp=8,pp=2" if "=" in extra else ""
-    named = "" if joined or extra.startswith("-") else ". One line takes one of these; type a line for each"
-    return f"{extra}: belongs to no option{joined or named}"
+    if "=" in extra:
+        return f"{extra}: belongs to no option. Values of one option are joined by commas: tp=8,pp=2"
+    values = zip(arguments, arguments[1:], arguments[2:], strict=False)
+    cut = next((pair for *pair, word in values if word == extra.split()[0] and _FLAG.match(pair[0])), None)
+    if cut:
+        alone = f"{cut[0]} has {cut[1]} alone: write values without spaces, several with commas"
+        return f"{extra}: belongs to no option. {alone}"
+    one = "" if extra.startswith("-") else ". One line takes one of these; type a line for each"
+    return f"{extra}: belongs to no option{one}"
 
 
 def _option_files(options: Mapping[str, Option], line: dict[str, Any]) -> Iterator[tuple[str, str]]:
