@@ -9,6 +9,7 @@ from shutil import which
 from autoshard.command_line.options import DEFAULT_PLAN, PlanOrRecipe, is_recipe
 from autoshard.commands.output import print_answer, print_refused
 from autoshard.commands.plan import plan_of
+from autoshard.commands.writing.places import folder_checks
 from autoshard.cost.predict import check_plan
 from autoshard.errors import RunFailed, file_faults, require
 from autoshard.files import replace_text
@@ -57,16 +58,16 @@ def launch(
         training: Steps, data, checkpoints and other options of training.
         question: The question of a recipe.
     """
+    require(*folder_checks(out))
     checked = check_plan(plan_of(plan, question, nodes), to_run=True)
     if checked.rejections:
         return print_refused(checked.rejections, json=json)
     edited, planned = [checked.remark] if checked.remark else [], checked.plan
     if planned.code:
         planned = with_planned_code(planned, planned.code.in_folder(Path(place.volume or Path.cwd())))
-    job_name = name or default_name(planned)
+    job_name, options = name or default_name(planned), _from_anywhere(training, plan, place.volume)
     run = run_folder or (job_name if place.volume else "run")
     run = run if "://" in run or not place.volume else str(Path(place.volume) / run)
-    options = _from_anywhere(training, plan, place.volume)
     job = Job(name=job_name, plan=planned, training=options, place=place, run=run, setup=setup or "")
     files = {"slurm": slurm_files, "k8s": kubernetes_files, "torchrun": torchrun_files}[place.scheduler](job)
     if submit:

@@ -22,6 +22,7 @@ OF_FILES = {
     "report": ("report plan.json --out {}", "--out", "commands.report.load"),
     "calibrate": (f"calibrate {ROWS} --cluster trn1 --out {{}}", "--out", "commands.calibrate.samples_in"),
     "watch": ("watch . --once --html {}", "--html", "commands.watch.read_run"),
+    "import": ("import recipe.yaml --out {}", "--out", "commands.interchange.import_.imported_run"),
 }
 OF_FOLDERS = {
     "advise": (f"advise {ROWS} --model llama3-8b --out {{}}", "--out", "commands.advise.timed_rows"),
@@ -29,13 +30,14 @@ OF_FOLDERS = {
     "sweep": ("sweep tiny --out {}", "--out", "commands.sweep.work_through"),
     "sweep --scheduler": ("sweep lnc-trn2 --scheduler slurm --out {}", "--out", "commands.sweep.array_script"),
     "convert": ("convert text.txt {}", "TARGET", "runtime.convert.converting.convert"),
+    "launch": ("launch tiny-text --scheduler slurm --out {}", "--out", "commands.launch.plan_of"),
 }
 
 
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    for name in ("plan.json", "text.txt"):
+    for name in ("plan.json", "text.txt", "recipe.yaml"):
         Path(name).write_text("a file\n", encoding="utf-8")
     Path("folder").mkdir()
     return tmp_path
@@ -55,6 +57,7 @@ def refused(typed: str, work: str, monkeypatch: pytest.MonkeyPatch, capsys: pyte
     ("place", "says"),
     [
         ("folder", "is a folder. Name a file in it"),
+        ("-", "is no name here. To print the file in the place of the answer, type /dev/stdout"),
         ("missing/x", "there is no folder missing. Make it first"),
         ("text.txt/x", "there is no folder text.txt. Make it first"),
         pytest.param(f"{NOWHERE}/x", "cannot be written: ", marks=pytest.mark.skipif(not NOWHERE.is_dir(), reason="")),
@@ -104,6 +107,7 @@ def test_a_file_of_the_same_kind_and_an_empty_one_are_replaced() -> None:
     ("place", "says"),
     [
         ("text.txt/x/y", "text.txt is a file. Name another folder"),
+        ("-", "is no name here. Name a folder"),
         pytest.param(f"{NOWHERE}/x", "cannot be written: ", marks=pytest.mark.skipif(not NOWHERE.is_dir(), reason="")),
     ],
 )

@@ -9,6 +9,7 @@ from autoshard.command_line.options import Configuration, Paths
 from autoshard.commands.interchange.import_logs import LogSources, import_logs
 from autoshard.commands.output import print_answer
 from autoshard.commands.progress import watching
+from autoshard.commands.writing.places import place_checks
 from autoshard.commands.writing.target import Target, Written
 from autoshard.errors import require
 from autoshard.imports.answer import answered, fitting_question
@@ -60,6 +61,7 @@ def import_(
     require(
         (time_limit is None or 1 <= time_limit <= _LONGEST_S, "--time-limit", f"must be 1 to {_LONGEST_S}"),
         (nodes is None or nodes >= 1, "--nodes", f"must be at least 1, not {nodes}"),
+        *(place_checks(out) if out else ()),
     )
     files = [log for path in file for log in logs_in(path)]
     first, *more = files

@@ -49,6 +49,8 @@ def _against_file(out: Path) -> str:
     """Return why a file cannot be written here, tried without a trace; "" if it can."""
     if out.is_dir() or isinstance(out, FolderPath):
         return "is a folder. Name a file in it"
+    if str(out) == "-":
+        return "is no name here. To print the file in the place of the answer, type /dev/stdout"
     if not out.parent.is_dir():
         return f"there is no folder {out.parent}. Make it first"
     if out.is_file():
@@ -62,6 +64,8 @@ def _against_file(out: Path) -> str:
 
 def _against_folder(out: Path) -> str:
     """Return why no file can lie in this folder, tried in the nearest one that exists; "" if it can."""
+    if str(out) == "-":
+        return "is no name here. Name a folder"
     there = next(folder for folder in (out, *out.parents) if folder.exists())
     if not there.is_dir():
         return "is a file. Name a folder" if there == out else f"{there} is a file. Name another folder"
