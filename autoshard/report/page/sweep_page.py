@@ -1,8 +1,9 @@
 """The page of a sweep: how its points scale, which sizes of tp and pp are best, the frontier, what was measured."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
-from autoshard.report.page.charts import Axis, Dot, Line, heat_map, line_chart, scatter
+from autoshard.report.page.charts import Axis, Dot, Line, heat_map, line_chart, pareto_points, scatter
 from autoshard.report.page.document import document
 from autoshard.report.page.elements import Markup, section, sheet_head, sheet_section, tag
 from autoshard.report.sweep import (
@@ -20,6 +21,7 @@ from autoshard.units import GIB, counted, format_count, format_dollars, format_s
 
 _MOST_ROWS = 500
 _MOST_LINES = 8  # of a chart
+_MOST_NAMES, _LONGEST_NAME = 6, 36  # of dots of a chart, and letters of a name
 _FEWEST_CELLS = 2  # of a map; so many are read faster in the table
 _OTHERS = ("fix.tp", "fix.pp", *SIZES)
 
@@ -128,8 +130,8 @@ def _pareto(rows: Sequence[Row]) -> Markup | None:
     memory = [_dot(row, row["step_time_s"], row["peak_bytes"] / GIB) for row in rows]
     priced = [row for row in rows if row["usd_per_billion_tokens"] is not None]
     dollars = [_dot(row, 1e6 / row["tokens_per_s"], row["usd_per_billion_tokens"]) for row in priced]
-    charts = [scatter("Time and memory", memory, step, peak)]
-    charts += [scatter("Time and dollars", dollars, token, usd)] if len(dollars) > 1 else []
+    charts = [scatter("Time and memory", _frontier_named(memory), step, peak)]
+    charts += [scatter("Time and dollars", _frontier_named(dollars), token, usd)] if len(dollars) > 1 else []
     about = "Predicted: each dot is a point of the sweep; the line joins those that nothing betters in both directions."
     rented = {row.get("cluster") for row in rows} - {LOCAL}
     about += (
@@ -140,7 +142,16 @@ def _pareto(rows: Sequence[Row]) -> Markup | None:
 
 
 def _dot(row: Row, x: float, y: float) -> Dot:
-    return Dot(x=x, y=y, tip=f"{row['point']}: {short_layout(row)}", kind="plan" if row["status"] == "ran" else "other")
+    kind = "plan" if row["status"] == "ran" else "other"
+    return Dot(x=x, y=y, tip=f"{row['point']}: {short_layout(row)}", kind=kind, label=row["point"])
+
+
+def _frontier_named(dots: Sequence[Dot]) -> list[Dot]:
+    """Return the dots, of which those that nothing betters keep their names, unless these are many or long."""
+    best = set(pareto_points([(dot.x, dot.y) for dot in dots]))
+    names = {dot.label for dot in dots if (dot.x, dot.y) in best}
+    is_room = len(names) <= _MOST_NAMES and max(map(len, names), default=0) <= _LONGEST_NAME
+    return [dot if is_room and (dot.x, dot.y) in best else replace(dot, label="") for dot in dots]
 
 
 def _measured(rows: Sequence[Row]) -> Markup | None:

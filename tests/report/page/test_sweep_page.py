@@ -158,6 +158,21 @@ def test_the_frontier_has_no_point_below_it():
         assert (x, y) in dots and not any(a <= x and b >= y and (a, b) != (x, y) for a, b in dots)
 
 
+def test_points_of_the_frontier_are_named_unless_they_are_many_or_their_names_long():
+    def names(rows: list[dict[str, Any]]) -> list[list[str]]:
+        charts = sections(sweep_page("mine", rows))["pareto"].every("figure")
+        words = [[one.whole_text for one in chart.every("text")] for chart in charts]
+        return [[name for name in texts if any(one["point"] in name for one in rows)] for texts in words]
+
+    memory, dollars = names(ROWS)
+    assert memory == ["nodes=16 tp=8 pp=2"]
+    assert set(dollars) == {f"nodes={nodes} tp=8 pp=2" for nodes in (4, 8, 16)}
+    assert names([{**one, "point": "a name of a point that no chart has room for"} for one in ROWS]) == [[], []]
+    many = [row(nodes, 128 // nodes, 2) for nodes in range(4, 20)]  # the faster, the fuller
+    falling = [{**one, "peak_bytes": 2**33 + number * 2**29} for number, one in enumerate(many)]
+    assert names(falling)[0] == [] and len(names(falling[:3])[0]) == 3
+
+
 @pytest.mark.parametrize("rows", [[NONE], [row(4, 8, 2)], [row(4, 8, 2, usd_per_billion_tokens=None)]])
 def test_a_sweep_of_one_point_or_none_has_a_page(rows: list[dict[str, Any]]):
     found = sections(sweep_page("mine", rows))
