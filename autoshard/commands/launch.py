@@ -1,5 +1,6 @@
 """``autoshard launch``: write the job files of a plan for a cluster, and submit them with --submit."""
 
+import math
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -24,7 +25,7 @@ from autoshard.plan.codec import load, plan_hash, with_planned_code
 from autoshard.plan.plan import Plan
 from autoshard.spec.recipe import QuestionOptions
 from autoshard.spec.training import Training
-from autoshard.units import format_seconds
+from autoshard.units import format_seconds, format_wait
 
 _MADE = "Made by autoshard launch."
 
@@ -118,8 +119,11 @@ def _summary(job: Job, files: Files, out: Path, edited: Sequence[str]) -> str:
     prediction = job.plan.prediction
     assert prediction, "a checked plan has one"
     steps, folder = job.training.steps, word(str(out))
-    whole = f"{format_seconds(steps * prediction.step_time_s)} for {steps} steps"
-    took = f"{format_seconds(prediction.step_time_s)} a step, {whole}"
+    whole_s, limit_s = steps * prediction.step_time_s, job.place.limit_s
+    took = f"{format_seconds(prediction.step_time_s)} a step, {format_wait(whole_s)} for {steps:,} steps"
+    took += (
+        f": at least {math.ceil(whole_s / limit_s)} jobs of {job.place.time}" if limit_s and whole_s > limit_s else ""
+    )
     lines = [
         f"wrote {out}: {', '.join(files.texts)}",
         f"predicted: {took}",

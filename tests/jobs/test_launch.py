@@ -1,6 +1,7 @@
 """``autoshard launch``: the folder it writes, what it refuses, what it submits; without torch."""
 
 import json
+import math
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -56,6 +57,19 @@ def test_a_plan_becomes_a_folder(here: Path, capsys: pytest.CaptureFixture[str])
     assert typed(f"{TORCHRUN} --json --out by-hand") == 0
     found = json.loads(capsys.readouterr().out)
     assert found["plan"] == plan_hash(plan_of(FIRST)) and found["files"] == ["plan.json", "training.yaml", "node.sh"]
+
+
+def test_a_long_training_says_its_days_and_how_many_jobs_that_is(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prediction = plan_of(FIRST).prediction
+    assert prediction
+    steps = math.ceil(10 * 86_400 / prediction.step_time_s)
+    assert typed(f"{SLURM} --steps {steps} --time 3-00:00:00") == 0
+    said = capsys.readouterr().out
+    assert f", 10 d for {steps:,} steps: at least 4 jobs of 3-00:00:00\n" in said
+    assert typed(f"{SLURM} --steps {steps} --time 30-00:00:00") == 0
+    assert f"10 d for {steps:,} steps\n" in capsys.readouterr().out
 
 
 def test_a_recipe_is_planned_and_its_keys_go_to_the_run(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
