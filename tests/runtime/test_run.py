@@ -80,6 +80,18 @@ def test_a_step_without_an_answer_says_so_and_lines_to_type_are_quoted(capsys: p
 
 @pytest.mark.slow
 @pytest.mark.ranks
+def test_a_run_that_cannot_save_names_no_checkpoint_and_no_command_that_needs_one() -> None:
+    assert main([*PLAN]) == 0
+    line = f"ulimit -f 400; {sys.executable} -m autoshard.cli run plan.json --steps 2 --out full"  # KiB of a file
+    done = subprocess.run(["bash", "-c", line], env=environment(), capture_output=True, text=True, check=False)
+    assert done.returncode == 3, done.stderr
+    said = "the state at the end is not saved, so that the same command begins anew: "
+    assert said in done.stderr and "File too large" in done.stderr
+    assert "\nwrote full: plan.json, metrics.jsonl, measured.jsonl, report.json\nnext: autoshard report " in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
 def test_plan_then_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*PLAN]) == 0
     capsys.readouterr()

@@ -304,7 +304,7 @@ def _conclude(execution: Execution, report: RunReport, display: RunDisplay, outp
         print("graphs were extracted but not run: there are no losses, no times and no measured row")
         return 0
     deleted = "" if (folder / PLAN).is_file() else f"{folder} was deleted while the run was on: what it held is lost"
-    unsaved = report.unsaved and f"the state at the end: {report.unsaved}"
+    unsaved = _unsaved(execution, report)
     failures = [failure for failure in (display.failure, unsaved, deleted) if failure]
     rows, training = folder / "measured.jsonl", execution.run.training
     row = _measured_row(execution, report) if report.steps else ""
@@ -323,8 +323,7 @@ def _conclude(execution: Execution, report: RunReport, display: RunDisplay, outp
         of_run = ([fields for _, fields in records_in(folder, name)] for name in (METRICS, EVALUATIONS))
         print(*ending_lines(*of_run), "", sep="\n")
         print_answer([run_sheet(plan, Node(measured), comparable=plan.cluster.name == execution.platform)])
-        wrote = f"\nwrote {folder}: plan.json, metrics.jsonl, measured.jsonl, report.json, checkpoints"
-        print(*(() if deleted else (wrote, *_next_steps(execution, rows))), sep="\n")
+        print(*(() if deleted else _written(execution, rows)), sep="\n")
     else:
         print(without_steps(training.steps, display.begun_after, stopped_by=report.signal))
     if report.steps:
@@ -346,14 +345,25 @@ def _heed_signal(report: RunReport, training: Training) -> None:
         raise Stopped(signal.Signals(report.signal).name, report.signal)
 
 
-def _next_steps(execution: Execution, rows: Path) -> Iterator[str]:
-    """Yield what may be typed next; a row has no place for the operations of code, so that it is not compared."""
+def _unsaved(execution: Execution, report: RunReport) -> str:
+    """Say why the state at the end is in no checkpoint, and with which the same command goes on; "" if it is saved."""
+    if not report.unsaved:
+        return ""
+    saved = saved_steps(place_of(execution.run.folder, execution.run.training.checkpoint.to))
+    goes_on = f"goes on after step {saved[0]}" if saved else "begins anew"
+    return f"the state at the end is not saved, so that the same command {goes_on}: {report.unsaved}"
+
+
+def _written(execution: Execution, rows: Path) -> Iterator[str]:
+    """Yield what lies in the folder, and what may be typed next; a row has no place for operations of code."""
     folder, training = execution.run.folder, execution.run.training
-    saves_here = place_of(folder, training.checkpoint.to) == place_of(folder, None)
+    here = place_of(folder, None)
+    is_saved = place_of(folder, training.checkpoint.to) == here and bool(saved_steps(here))
+    yield f"\nwrote {folder}: plan.json, metrics.jsonl, measured.jsonl, report.json{', checkpoints' * is_saved}"
     if execution.plan.model.traced:
-        yield from [f"next: autoshard convert {word(str(folder))} model.pt"] if saves_here else ()
+        yield from [f"next: autoshard convert {word(str(folder))} model.pt"] if is_saved else ()
         return
-    if saves_here and training.data.sets:
+    if is_saved and training.data.sets:
         yield f'next: autoshard generate {word(str(folder))} --prompt "..."'
         yield f"next: autoshard convert {word(str(folder))} exported"
     if execution.platform == LOCAL:  # whose runs are learned from without a command
