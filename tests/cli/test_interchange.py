@@ -1,6 +1,7 @@
 """What ``import`` and ``export`` print, write and refuse, as a stranger types them in an empty folder."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,16 @@ def test_an_import_is_kept_as_a_plan_and_exported_again(typed: Typed, recipe: Pa
     data = json.loads(typed("import plan.nxdt.yaml --no-search --json")[1])
     assert data["candidate"] == str(plan.candidate) and data["not_read"] == []
     assert data["imported"]["prediction"]["step_time_s"] == plan.prediction.step_time_s if plan.prediction else False
+
+
+def test_what_is_to_be_typed_next_asks_the_same(typed: Typed, recipe: Path) -> None:
+    asked = f"import {recipe} --no-search --nodes 2 --fix pp=2,recompute=none --headroom 0.05"
+    said = typed(asked)[1]
+    following = re.search(r"^next +autoshard (.*(?:\n {9}.*)*)", said, re.MULTILINE)
+    assert following and typed(" ".join(following[1].split()))[0] == 0
+    candidate, cluster = (json.loads(typed(f"{asked} --json")[1])[key] for key in ("candidate", "nodes"))
+    kept = load(Path("imported.json"))
+    assert (str(kept.candidate), kept.cluster.num_nodes, kept.headroom) == (candidate, cluster, 0.05)
 
 
 def test_what_cannot_run_is_said_and_not_kept(typed: Typed, recipe: Path) -> None:

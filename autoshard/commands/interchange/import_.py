@@ -1,12 +1,11 @@
 """``autoshard import``: what other programs' configurations will take, what cannot run of them, and what is better."""
 
-import shlex
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from autoshard.command_line.options import Configuration, Paths
-from autoshard.commands.interchange.import_logs import LogSources, import_logs
+from autoshard.commands.interchange.import_logs import LogSources, import_logs, same_line
 from autoshard.commands.output import print_answer
 from autoshard.commands.progress import watching
 from autoshard.commands.writing.places import place_checks
@@ -72,8 +71,8 @@ def import_(
         with watching(time_limit, format_seconds) as watch:
             return search(request, count, watch, simple_within=DOUBT)
 
+    sources = LogSources(files=files, config=config, options=question, nodes=nodes, rows=rows)
     if config or rows or more or holds_log(first):
-        sources = LogSources(files=files, config=config, options=question, nodes=nodes, rows=rows)
         several = None if no_search else partial(best, count=OPTIONS)
         return import_logs(sources, several, target, keeps=out is not None)
     name = str(first)
@@ -81,7 +80,7 @@ def import_(
     answer = answered(configured, None if no_search else best)
     written = target.write(answer.plan) if out and answer.plan and answer.runs else Written()
     figures = import_json(answer)
-    next_step = target.next_step if out else shlex.join(["autoshard", "import", name, "--out", "imported.json"])
+    next_step = target.next_step if out else same_line(sources, {"out": "imported.json"})
     next_step = next_step if answer.runs else ""
     print_answer(figures if json else import_sheets(answer, Node(figures), next_step))
     if not answer.runs:

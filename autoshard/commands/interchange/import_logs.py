@@ -87,12 +87,17 @@ def _next_step(sources: LogSources, plan: str, answer: NextAnswer | None) -> str
     if plan and answer:
         program = "megatron" if answer.program.name == "bridge" else answer.program.name
         return shlex.join(["autoshard", "export", plan, "--to", program])
+    out = "next.json" if answer and answer.plan else None
+    return same_line(sources, {"rows": sources.rows or "rows.jsonl", "out": out})
+
+
+def same_line(sources: LogSources, more: Mapping[str, object]) -> str:
+    """Return the line of ``autoshard import`` that asks the same, with ``more`` options; None is none."""
     values = {
         "config": sources.config,
         "nodes": sources.nodes,
         **{entry.name: getattr(sources.options, entry.name) for entry in fields(sources.options)},
-        "rows": sources.rows or "rows.jsonl",
-        "out": "next.json" if answer and answer.plan else None,
+        **more,
     }
     typed = [(f"--{name.replace('_', '-')}", str(value)) for name, value in values.items() if value is not None]
     words = [word for pair in typed for word in pair]
