@@ -5,8 +5,11 @@ import re
 import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
+from importlib import resources
+from itertools import combinations
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from autoshard.cost.timeline import timeline_of
@@ -17,6 +20,9 @@ from autoshard.units import format_seconds
 from tests.report.page.browser import PROGRAM, Tab, browser
 from tests.report.page.pages import QUESTIONS, page_of, plan_named, written_page
 from tests.slower import covering
+
+STYLES = resources.files("autoshard.report.page").joinpath("page.css").read_text(encoding="utf-8").splitlines()
+LEAST_APART = 12  # of two colours in CIE Lab; 2 are just told apart side by side
 
 pytestmark = [
     pytest.mark.slow,
@@ -212,3 +218,38 @@ def test_a_step_of_128_micro_batches_stays_smooth(tab: Tab, tmp_path: Path):
     })""")
     assert sorted(frames)[len(frames) // 2] < 100, f"milliseconds between frames: {json.dumps(frames)}"
     assert not tab.errors
+
+
+def lightness_and_hue(colour: list[int]) -> np.ndarray:
+    """A colour in CIE Lab, where equal distances look alike (sRGB under D65)."""
+    linear = np.array(
+        [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in np.array(colour) / 255]
+    )
+    to_xyz = np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]])
+    x, y, z = (
+        share ** (1 / 3) if share > 0.008856 else 7.787 * share + 16 / 116
+        for share in to_xyz @ linear / (0.95047, 1.0, 1.08883)
+    )
+    return np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
+
+
+def test_parts_of_memory_are_told_apart_by_their_colours(dense: Tab):
+    names = sorted(
+        {name for entry in STYLES for name in re.findall(r"\.(m-[a-z]+)", entry)} - {"m-host"}
+    )  # that of moving
+    drawn = f"""{json.dumps(names)}.map((name) => {{
+      const at = document.createElement("i"), brush = document.createElement("canvas").getContext("2d");
+      at.className = name;
+      document.querySelector(".legend").append(at);
+      brush.fillStyle = getComputedStyle(at).backgroundColor;
+      at.remove();
+      brush.fillRect(0, 0, 1, 1);
+      return [...brush.getImageData(0, 0, 1, 1).data].slice(0, 3);
+    }})"""
+    assert len(names) > 12
+    for scheme in ("light", "dark"):
+        dense.ask("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+        colours = dict(zip(names, map(lightness_and_hue, dense.value(drawn)), strict=True))
+        near = {pair: float(np.linalg.norm(colours[pair[0]] - colours[pair[1]])) for pair in combinations(names, 2)}
+        assert not {pair: apart for pair, apart in near.items() if apart < LEAST_APART}, scheme
+    dense.ask("Emulation.setEmulatedMedia", features=[])
