@@ -82,6 +82,20 @@ def test_the_message_about_rules_counts_them():
     assert "by trn1-dp, like tp=1,pp=2,dp=16: with a pipeline" in text and "counted below" not in text
 
 
+@pytest.mark.parametrize(
+    ("pins", "why"),
+    [
+        ("tp=3", "no plan: --fix tp=3: 32 query heads of llama3-8b do not divide by 3. Use tp 1, 8 or 32"),
+        ("tp=16", "no plan: --fix tp=16: trn1 runs tp 1, 8 or 32"),
+        ("tp=8,pp=2,dp=3", "no plan: --fix tp=8,pp=2,dp=3: with a pipeline and tp=8 on trn1"),
+    ],
+)
+def test_pins_that_leave_no_layout_are_the_reason_wherever_a_plan_is_missing(pins: str, why: str):
+    request = ask("llama3-8b", "trn1.32xlarge", 2, pins=pins)
+    text = why_none(request, search(request))
+    assert text.startswith(why) and "layouts" not in text
+
+
 def test_counts_of_refusals_say_which_layouts_they_leave_out():
     request = ask("llama3.2-1b", "h100-80", 100000, pins="tp=1")
     text = why_none(request, search(request))

@@ -319,6 +319,8 @@ def why_none(request: Request, result: SearchResult) -> str:
     where = local if cluster.name == LOCAL else f"{cluster.num_nodes} x {cluster.name}"
     question = f"{request.model.name} on {where}{pins}"
     certificate = result.certificate
+    if not certificate.num_legal and (faults := question_faults(request)):
+        return ";\n  ".join(["no plan: " + str(faults[0]), *map(str, faults[1:])])
     if not certificate.num_legal:
         head = f"no plan: each of the {certificate.num_points:,} layouts of {question} is refused by a rule"
         binding = list(_binding_lines(request))
