@@ -189,7 +189,12 @@ def test_after_each_of_many_random_changes_the_answer_is_that_of_the_command(
         ({"fix": "tp"}, "--fix"),
         ({"tokens": "many"}, "--tokens: 'many' is not a number of tokens"),
         ({"choose": "worst"}, "--choose worst: type fastest"),
-        ({"more": "--out x.json"}, "--out: unknown option"),
+        (
+            {"more": "--out x.json"},
+            "--out: has no place on this page, which asks for one plan. Type it to autoshard plan",
+        ),
+        ({"more": "--deadline=30d"}, "--deadline: has no place on this page"),
+        ({"more": "--dedline 30d"}, "--dedline: unknown option"),
         ({"more": "--headroom '0.1"}, "more options: no closing quotation. Close every quote"),
         ({"more": "--extend=x.py"}, "more options: --extend=x.py: belongs to the line that opens the page"),
         ({"fix": "x" * 3000}, "fix: is longer than 2000 letters"),

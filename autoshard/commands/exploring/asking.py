@@ -4,9 +4,9 @@ import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 
-from autoshard.command_line.options import Counts
+from autoshard.command_line.options import Counts, options_of
 from autoshard.command_line.reading import read_options
-from autoshard.commands.plan import SearchOptions, num_searched, selection_checks
+from autoshard.commands.plan import SearchOptions, num_searched, plan, selection_checks
 from autoshard.commands.writing.here import on_this_machine
 from autoshard.commands.writing.target import token_total
 from autoshard.errors import InputError, inside, require
@@ -86,6 +86,11 @@ def _line(
 
 def read_question(words: list[str]) -> PaneQuestion:
     """Read a line of ``autoshard plan``; what is wrong with it is one error with all faults."""
+    of_page = {option.flag for option in options_of(_line)}
+    of_command = {option.flag for option in options_of(plan)} - of_page
+    flags = [word.partition("=")[0] for word in words]
+    message = "has no place on this page, which asks for one plan. Type it to autoshard plan"
+    require(*((flag not in of_command, flag, message) for flag in flags))
     values = read_options("plan", _line, words)
     question, options, nodes = values["question"], values["options"], values["nodes"]
     choose, top, tokens = values["choose"], values["top"], values["tokens"]
