@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import einsum, nn
+from torch.linalg import multi_dot
 from torch.nn.functional import linear
 from torch.nn.utils.parametrizations import weight_norm
 
@@ -72,6 +73,12 @@ def with_part_of_the_loss(own: Any, x: torch.Tensor) -> tuple[torch.Tensor, ...]
     return part + own.b(x).sum(), part
 
 
+def in_three(own: Any, x: torch.Tensor) -> torch.Tensor:
+    """The rows of the first are never those of the last, though they are added to them behind the product."""
+    y = own.b(x)
+    return einsum("...ij,jk,...kl->...il", own.a(x), own.matrix, y) + y.mT
+
+
 def attend() -> nn.Module:
     return Own(lambda own, q, kv: own.layer(q, kv, kv)[0], layer=nn.MultiheadAttention(8, 2, batch_first=True))
 
@@ -90,6 +97,8 @@ _CASES: dict[str, tuple[Callable[[], nn.Module], Sequence[Sequence[int]]]] = {
     "scores in windows": (lambda: Own(in_windows), [(4, 8, 8)]),
     "a product of three": (lambda: Own(lambda own, x: einsum("bi,ij,bj->b", x, own.matrix, own.a(x))), [(4, 8)]),
     "a product with letters alone": (lambda: Own(lambda own, x: einsum("bi,jk->bk", own.a(x), own.matrix)), [(4, 8)]),
+    "a product of three with rows twice": (lambda: Own(lambda own, x: multi_dot([own.a(x), own.matrix, x])), [(8, 8)]),
+    "a product whose dims are added later": (lambda: Own(in_three), [(4, 8, 8)]),
     "a recurrent net": (lambda: Own(lambda own, x: own.net(x)[0], net=nn.GRU(8, 8, batch_first=True)), [(4, 6, 8)]),
     "a result that is read": (lambda: Own(with_hidden), [(4, 8)]),
     "a part of the loss": (lambda: Own(with_part_of_the_loss), [(4, 8)]),

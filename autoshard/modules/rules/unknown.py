@@ -5,10 +5,10 @@ from typing import Any
 
 import torch
 
-from autoshard.modules.dims import fresh
+from autoshard.modules.dims import Position, factors, fresh, note
 from autoshard.modules.nodes import Node, fill_slots, replaced, tensors_of
 from autoshard.modules.probing import PartCut, found_cuts
-from autoshard.modules.program import TensorPlace, View
+from autoshard.modules.program import Reading, TensorPlace, View
 from autoshard.modules.rules.reader import Reader
 
 
@@ -30,15 +30,16 @@ def unknown(reader: Reader, node: Node) -> None:
             {cut.results[number] for cut in cuts},
             [{cut.inputs[i] for cut in cuts} for i in range(len(readings))],
         )
+        cut_positions = list[Position]()
         for cut in cuts:
             reads = [(reading, axis) for reading, axis in zip(readings, cut.inputs, strict=True) if axis is not None]
             first, at = reads[0]
-            for reading, axis in reads[1:]:
-                reading.agree(axis, first.positions[at])
+            cut_positions.append(_together(reads, cut_positions))
             if (place := cut.results[number]) is None:
                 summed.append(first.positions[at])
             else:
                 positions[place] = first.positions[at]
+        note(next(reader.numbers), cut_positions)  # so that no two of them become one
         whole = [position for axis, position in enumerate(positions) if axis not in cut_axes]
         for reading, axes in zip(readings, read_axes, strict=True):
             whole += [position for axis, position in enumerate(reading.positions) if axis not in axes]
@@ -53,6 +54,18 @@ def unknown(reader: Reader, node: Node) -> None:
             )
         )
     reader.views[node] = views[0] if is_one else tuple(views)
+
+
+def _together(reads: Sequence[tuple[Reading, int]], earlier: Sequence[Position]) -> Position:
+    """Make the axes of one cut agree, and read those under other names that an earlier cut has."""
+    used = {*factors(dim for position in earlier for dim in position)}
+    for reading, axis in reads:
+        if used & {*factors(reading.positions[axis])}:
+            reading.rename(axis)
+    first, at = reads[0]
+    for reading, axis in reads[1:]:
+        reading.agree(axis, first.positions[at])
+    return first.positions[at]
 
 
 def probed(node: Node) -> tuple[PartCut, ...]:
