@@ -136,7 +136,7 @@ class ProgramWriter:
         dims = self._dims(last.makes.dims)
         if last.sort == "product":
             self.b.emit(name, Einsum(dims=dims), *inputs)
-        elif last.sort == "rows":
+        elif last.sort == "rows" and not _in_factors(last):
             self.b.emit(name, Lookup(), *inputs)
         elif added := self._added(steps, outside, inputs):
             self.b.emit(name, Add(), *added)
@@ -177,6 +177,7 @@ class ProgramWriter:
         )
         whole = {dim for step in steps for dim in step.whole_leaves()}
         whole |= {dim for step in steps[:-1] for dim in factors(step.summed)}  # no sum waits inside
+        whole |= {dim for step in steps for dim in _in_factors(step)}
         shown = {*steps[-1].makes.dims, *(dim for read in outside for dim in read.dims)}
         return Region(
             name=name, locals=functions, dims=self._dims(steps[-1].makes.dims),
@@ -205,6 +206,12 @@ class ProgramWriter:
 
     def _positions(self, positions: Sequence[Position]) -> Positions:
         return tuple(self._dims(factors(position)) for position in positions)
+
+
+def _in_factors(step: TracedStep) -> Position:
+    """Return the dims of a table's rows where they are a product, of which no part has its rows side by side."""
+    rows = factors(step.reads[0].positions[0]) if step.sort == "rows" else ()
+    return rows if len(rows) > 1 else ()
 
 
 def _named(program: TracedProgram) -> Mapping[Dim, str]:

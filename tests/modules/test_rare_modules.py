@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import einsum, nn
 from torch.linalg import multi_dot
-from torch.nn.functional import linear
+from torch.nn.functional import embedding, linear
 from torch.nn.utils.parametrizations import weight_norm
 
 from autoshard.errors import InputError
@@ -79,6 +79,18 @@ def in_three(own: Any, x: torch.Tensor) -> torch.Tensor:
     return einsum("...ij,jk,...kl->...il", own.a(x), own.matrix, y) + y.mT
 
 
+def of_codebooks(own: Any, x: torch.Tensor) -> torch.Tensor:
+    """One table for two codebooks, which the head takes apart."""
+    codes = torch.arange(64).view(4, 8, 2) % 16
+    return linear(own.a(x) + own.table(codes).sum(2), own.table.weight).view(4, 8, 2, 8).softmax(-1)
+
+
+def with_positions(own: Any, x: torch.Tensor) -> torch.Tensor:
+    """Rows by place, of a table that has as many rows as there are places, and is added as it is too."""
+    places = (own.b(x)[0].argsort(0)[:, 0] + 3) % 8
+    return own.a(x) + embedding(places, own.matrix) + own.matrix
+
+
 def attend() -> nn.Module:
     return Own(lambda own, q, kv: own.layer(q, kv, kv)[0], layer=nn.MultiheadAttention(8, 2, batch_first=True))
 
@@ -99,6 +111,8 @@ _CASES: dict[str, tuple[Callable[[], nn.Module], Sequence[Sequence[int]]]] = {
     "a product with letters alone": (lambda: Own(lambda own, x: einsum("bi,jk->bk", own.a(x), own.matrix)), [(4, 8)]),
     "a product of three with rows twice": (lambda: Own(lambda own, x: multi_dot([own.a(x), own.matrix, x])), [(8, 8)]),
     "a product whose dims are added later": (lambda: Own(in_three), [(4, 8, 8)]),
+    "a table of codebooks": (lambda: Own(of_codebooks, table=nn.Embedding(16, 8)), [(4, 8, 8)]),
+    "rows of a table that is added": (lambda: Own(with_positions), [(4, 8, 8)]),
     "a recurrent net": (lambda: Own(lambda own, x: own.net(x)[0], net=nn.GRU(8, 8, batch_first=True)), [(4, 6, 8)]),
     "a result that is read": (lambda: Own(with_hidden), [(4, 8)]),
     "a part of the loss": (lambda: Own(with_part_of_the_loss), [(4, 8)]),

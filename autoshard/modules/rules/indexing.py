@@ -1,6 +1,6 @@
 """Rules of operations that take, put or count rows by number."""
 
-from autoshard.modules.dims import fresh
+from autoshard.modules.dims import factors, fresh, note
 from autoshard.modules.nodes import Node, argument
 from autoshard.modules.program import agreed
 from autoshard.modules.rules.reader import Reader
@@ -16,6 +16,10 @@ def embedding(reader: Reader, node: Node) -> None:
         positions = [*index.positions, table.positions[1]]
         reader.local(node, ([table, index], positions), [table.positions[0], *counted])
         return
+    index_dims = factors(dim for position in index.positions for dim in position)
+    if {*index_dims} & {*factors(table.positions[0])}:
+        table.rename(0)
+    note(next(reader.numbers), [table.positions[0], *index.positions])  # a cut of both would look up some rows by some
     reader.step(node, ([table, index], [*index.positions, table.positions[1]]), sort="rows")
 
 
