@@ -32,7 +32,7 @@ from autoshard.modules.program import (
 from autoshard.modules.reach import reaching, steps_to, trained_values
 from autoshard.modules.rewriting.inlining import refused_casts
 from autoshard.modules.rewriting.randomness import is_in_parts
-from autoshard.modules.rules import RULES
+from autoshard.modules.rules import RULES, rule_of
 from autoshard.modules.rules.arguments import understands
 from autoshard.modules.rules.local import local
 from autoshard.modules.rules.refused import refuse_operation, refuse_random, refuse_sparse
@@ -251,7 +251,7 @@ class ProgramReader:
     def _read(self, name: str, node: Node) -> None:
         """Add the steps of an operation: by the rule of its name, as a pointwise one, or by probing without a rule."""
         is_torch = node.target.namespace == "aten"
-        rule = RULES.get(name if is_torch else node.target._schema.name)
+        rule = rule_of(name if is_torch else node.target._schema.name, node)
         if is_torch and not understands(node):
             unknown(self, node)
         elif is_torch and name in _SAME:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.fx
+from torch.fx.node import map_arg
 
 from autoshard.modules.program import TensorPlace
 
@@ -21,6 +22,13 @@ def tensors_of(arguments: Any) -> list[Node]:
     if not isinstance(arguments, Mapping | tuple | list):
         return []
     return list(dict.fromkeys(node for part in parts for node in tensors_of(part)))
+
+
+def is_repeated(node: Node) -> bool:
+    """Say whether a node reads one tensor in two places."""
+    sources: list[Node] = []
+    map_arg((node.args, node.kwargs), sources.append)
+    return len({*sources}) < len(sources)
 
 
 def replaced(arguments: Any, slots: Mapping[Node, TensorPlace]) -> Any:
@@ -87,6 +95,6 @@ def axes_of(node: Node) -> tuple[int, ...]:
     """Return the axes that an operation names, counted from 0; all of them where it names none."""
     rank = node.args[0].meta["val"].dim()
     named: Any = argument(node, "dim", "dims")
-    if named is None or len(named if isinstance(named, tuple | list) else (named,)) == 0:
+    if not rank or named is None or len(named if isinstance(named, tuple | list) else (named,)) == 0:
         return tuple(range(rank))
     return tuple(axis % rank for axis in ([named] if isinstance(named, int) else named))

@@ -91,6 +91,12 @@ def with_positions(own: Any, x: torch.Tensor) -> torch.Tensor:
     return own.a(x) + embedding(places, own.matrix) + own.matrix
 
 
+def with_one_state(own: Any, x: torch.Tensor) -> torch.Tensor:
+    """A net over time whose first state is its first cell too."""
+    state = own.a(x)[None, :, 0]
+    return own.net(x, (state, state))[0]
+
+
 def attend() -> nn.Module:
     return Own(lambda own, q, kv: own.layer(q, kv, kv)[0], layer=nn.MultiheadAttention(8, 2, batch_first=True))
 
@@ -113,6 +119,7 @@ _CASES: dict[str, tuple[Callable[[], nn.Module], Sequence[Sequence[int]]]] = {
     "a product whose dims are added later": (lambda: Own(in_three), [(4, 8, 8)]),
     "a table of codebooks": (lambda: Own(of_codebooks, table=nn.Embedding(16, 8)), [(4, 8, 8)]),
     "rows of a table that is added": (lambda: Own(with_positions), [(4, 8, 8)]),
+    "a state that is a cell": (lambda: Own(with_one_state, net=nn.LSTM(8, 8, batch_first=True)), [(8, 6, 8)]),
     "a recurrent net": (lambda: Own(lambda own, x: own.net(x)[0], net=nn.GRU(8, 8, batch_first=True)), [(4, 6, 8)]),
     "a result that is read": (lambda: Own(with_hidden), [(4, 8)]),
     "a part of the loss": (lambda: Own(with_part_of_the_loss), [(4, 8)]),
@@ -198,3 +205,29 @@ def first_three(own: Any, x: torch.Tensor) -> torch.Tensor:
 def test_what_cannot_be_meant_is_refused_with_its_place(module: Any, options: dict[str, Any], says: str):
     with pytest.raises(InputError, match=says):
         shard_module(module, [torch.ones(4, 8)], "local", **{"mesh": "data=2,model=2", **options})
+
+
+def by_itself(own: Any, function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    return function(own.a(x)) * own.b(x).mean()
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda z: linear(z, z),
+        lambda z: linear(z, z, z[0]) + linear(z, z[0])[:, None],
+        lambda z: torch.nn.functional.mse_loss(z, z.clone()) + torch.nn.functional.mse_loss(z, z),
+        lambda z: torch.nn.functional.cross_entropy(z, z),
+        lambda z: (lambda cube: torch.nn.functional.conv1d(cube, cube, padding=1))(z[None] * z[:, None]),
+        lambda z: z.index_add(0, torch.arange(8) // 2, z),
+        lambda z: torch.nn.functional.scaled_dot_product_attention(z, z.exp(), z.sin(), attn_mask=z),
+        lambda z: torch.nn.functional.scaled_dot_product_attention(z, z.exp(), z[:, None] + z),
+        lambda z: z + z.mean().log_softmax(0) + z[0, 0].sum(-1) * z[0, 0].amax(0),
+    ],
+)  # fmt: skip
+def test_an_operation_may_read_one_tensor_in_two_places_and_tensors_of_other_ranks(function: Callable[..., Any]):
+    module, x = Own(lambda own, x: by_itself(own, function, x)).double(), numbers(8, 8)
+    captured = capture(module, [x])
+    block = traced_block(captured.program, Precision.named("fp32"))
+    run = ModuleRun(module, [x], captured, block)
+    assert max(one.error for seed in range(4) for one in compared(run, random_cuts(block, random.Random(seed)))) < 1e-12

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 
-from autoshard.modules.nodes import Node
+from autoshard.modules.nodes import Node, is_repeated
 from autoshard.modules.rules import images, indexing, norms, products, recurrent, reductions, strides, views
 from autoshard.modules.rules.reader import Reader
 
@@ -61,3 +61,17 @@ _BY_RULE: Mapping[Rule, tuple[str, ...]] = {
     indexing.put_part: ("select_scatter", "slice_scatter"),
 }  # fmt: skip
 RULES: Mapping[str, Rule] = {name: rule for rule, names in _BY_RULE.items() for name in names}
+_BY_PLACE: frozenset[Rule] = frozenset({  # which read a tensor of its own in each place
+    products.linear, images.convolution, reductions.loss_of_each, reductions.loss_of_classes, indexing.put,
+    indexing.put_part,
+})  # fmt: skip
+
+
+def rule_of(name: str, node: Node) -> Rule | None:
+    """Return the rule of an operation; what reads one tensor in two places may need it whole."""
+    rule = RULES.get(name)
+    return _whole if rule in _BY_PLACE and is_repeated(node) else rule
+
+
+def _whole(reader: Reader, node: Node) -> None:
+    reader.whole(node)

@@ -9,7 +9,7 @@ import torch.nn.functional as F  # noqa: N812 (as torch's users call it)
 
 from autoshard.errors import InputError
 from autoshard.modules.dims import Position, factors, fresh, size_of
-from autoshard.modules.nodes import Node, argument, line_of, tensors_of
+from autoshard.modules.nodes import Node, argument, is_repeated, line_of, tensors_of
 from autoshard.modules.program import Reading, TensorPlace, View
 from autoshard.modules.rules.reader import Reader
 from autoshard.modules.rules.unknown import unknown
@@ -26,6 +26,9 @@ _BY_ROW = torch.contiguous_format
 def linear(reader: Reader, node: Node) -> None:
     """Multiply by a weight [out, in], and add a bias."""
     x, weight, *bias = reader.readings(node)
+    if len(weight.positions) != 2:
+        unknown(reader, node)
+        return
     x.agree(-1, weight.positions[1])
     positions = [*x.positions[:-1], weight.positions[0]]
     if not bias:
@@ -183,7 +186,8 @@ def attention(reader: Reader, node: Node) -> None:
     stated |= node.kwargs
     if stated.get("dropout_p"):
         raise InputError.of(line_of(node), "attention draws random numbers; call .eval()")
-    if len({stated["query"], stated["key"], stated["value"]}) < 3:  # one tensor under several names
+    ranks = {stated[name].meta["val"].dim() for name in ("query", "key", "value")}
+    if is_repeated(node) or len(ranks) > 1:
         reader.whole(node)
         return
     query, key, value, *mask = reader.readings(node)

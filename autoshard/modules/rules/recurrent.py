@@ -1,7 +1,7 @@
 """Rules of recurrent nets, whose steps need the whole state before."""
 
 from autoshard.modules.dims import factors, fresh
-from autoshard.modules.nodes import Node, argument
+from autoshard.modules.nodes import Node, argument, tensors_of
 from autoshard.modules.program import View
 from autoshard.modules.rules.reader import Reader
 
@@ -11,7 +11,7 @@ def recurrent(reader: Reader, node: Node) -> None:
     if node.target._overloadname == "data":  # sequences of several lengths, one after the other
         reader.whole(node)
         return
-    states = node.args[1] if isinstance(node.args[1], list | tuple) else [node.args[1]]
+    states = tensors_of(node.args[1])  # one of them may be both the first state and the first cell
     axis, views = 0 if argument(node, "batch_first") else 1, list[View]()
     for number, value in enumerate(node.meta["val"]):
         x, *operands = reader.readings(node)
