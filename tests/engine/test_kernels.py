@@ -175,6 +175,19 @@ def test_a_product_whose_dims_come_in_another_order_than_the_sums_does_not_add_i
     assert adding(Einsum(dims=("b", "a")), call, Multiplier(EXACT.formats.device)) is None
 
 
+@pytest.mark.parametrize(
+    "equation",
+    ["cbda,ab->cd", "abcd,dc->ab", "ab,cd->cbda", "ba,ab->", "ab,a->b", "a,ba->b", "cab,ba->c", "eab,eba->e"],
+)
+def test_dims_of_both_factors_may_stand_in_any_order(equation: str):
+    names, sizes = equation.replace("->", ",").split(","), dict(zip("abcde", (2, 3, 5, 7, 4), strict=True))
+    left, right, result = (Tensor(name=name or "sum", dims=tuple(name), dtype="fp32") for name in names)
+    call, kind = Call(sizes=sizes, inputs=(left, right), outputs=(result,)), Einsum(dims=result.dims)
+    factors = [torch.randn([sizes[dim] for dim in name], dtype=torch.float64) for name in names[:2]]
+    (found,) = kernel_of(kind, call, EXACT)(*factors)
+    torch.testing.assert_close(found, torch.einsum(equation, *factors))
+
+
 class Products(TorchDispatchMode):
     """Notes the formats of the factors of products while it is entered."""
 
