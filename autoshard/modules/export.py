@@ -1,12 +1,9 @@
 """A module as torch exports it: how it is called, what it returns, and the part that depends on no parameter."""
 
-import importlib
 import inspect
-import logging
 import os
 import re
 import traceback
-import warnings
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -29,6 +26,7 @@ from autoshard.modules.rewriting.decomposing import decomposed
 from autoshard.modules.rewriting.guesses import without_guesses
 from autoshard.modules.rewriting.inlining import gradients_inside_autocast, inline
 from autoshard.modules.rewriting.parts import part_of
+from autoshard.modules.rewriting.quiet import quietly
 from autoshard.modules.rewriting.randomness import RandomInput, take_random_inputs, unseeded
 from autoshard.modules.state.recording import recorded
 from autoshard.modules.state.tree import ModuleTree
@@ -46,9 +44,12 @@ class ModuleCall:
     modes: tuple[bool | None, ...]  # of all submodules: whether they train
     trained: frozenset[str]  # all paths of the parameters that get a gradient
     autocast: torch.dtype | None
+    gradients: bool | None  # whether they are on; None where forward does not ask
 
     @classmethod
-    def of(cls, modules: ModuleTree, layout: tree.TreeSpec, flat: Sequence[Any]) -> "ModuleCall":
+    def of(
+        cls, modules: ModuleTree, layout: tree.TreeSpec, flat: Sequence[Any], *, asks_gradients: bool = True
+    ) -> "ModuleCall":
         """Return how a module is called just now."""
         device = next((parameter.device.type for parameter in modules.parameters() if parameter is not None), HOST)
         casts = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
@@ -65,13 +66,14 @@ class ModuleCall:
             modes=modules.modes(),
             trained=modules.trained(),
             autocast=torch.get_autocast_dtype(device) if casts else None,
+            gradients=torch.is_grad_enabled() if asks_gradients else None,
         )
 
     def serves(self, later: "ModuleCall") -> bool:
         """Say whether what was traced for this call computes a later call, which may need fewer gradients."""
-        names = (field.name for field in fields(self) if field.name != "with_gradient")
+        names = (field.name for field in fields(self) if field.name not in ("with_gradient", "gradients"))
         same = all(getattr(self, name) == getattr(later, name) for name in names)
-        return same and self.with_gradient >= later.with_gradient
+        return same and self.gradients in (None, later.gradients) and self.with_gradient >= later.with_gradient
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,9 +108,9 @@ class ExportedModule:
         args, kwargs = tree.tree_unflatten(separate, layout)
         try:
             hooks, plain = _without_own_hooks(module), without_guesses()
-            with _own_gradients(module) as gradients, hooks, plain, recorded(module) as record, _quietly(), unseeded():
+            with _own_gradients(module) as gradients, hooks, plain, recorded(module) as record, quietly(), unseeded():
                 program = torch.export.export(module, args, kwargs, strict=False)
-            call = ModuleCall.of(ModuleTree.of(module), layout, flat)
+            call = ModuleCall.of(ModuleTree.of(module), layout, flat, asks_gradients=record.asks_gradients)
             inline(program.graph_module, _device(module), call.autocast)
             program = decomposed(program)
             write_as_pairs(program.graph_module)
@@ -263,29 +265,9 @@ def _device(module: torch.nn.Module) -> str:
     return next((parameter.device.type for parameter in module.parameters()), "cpu")
 
 
-@contextmanager
-def _quietly() -> Iterator[None]:
-    """Let torch print neither its graph, of one or two hundred lines, nor a warning or its stack before it raises."""
-    place: Any = importlib.import_module("torch.export._trace")
-    loggers = [*map(logging.getLogger, _LOUD)]
-    levels = [logger.level for logger in loggers]
-    try:
-        place.print = lambda *_, **__: None
-        for logger in loggers:
-            logger.setLevel(logging.CRITICAL)
-        with warnings.catch_warnings():  # tensors in attributes are refused here, but those that hooks compute
-            warnings.filterwarnings("ignore", "The tensor attributes? .* assigned during export")
-            yield
-    finally:
-        del place.print
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
-
-
 _BY_NUMBERS = (GuardOnDataDependentSymNode, DataDependentOutputException, DynamicOutputShapeException)
 _INNER_GRADIENTS = ("fake tensor in the exported program constant", "functorch tensor", "no attribute 'constant'")
 _MARK = "mark a function that calls it: @autoshard.local(...)"
-_LOUD = ("torch.fx.experimental.symbolic_shapes", "torch._subclasses.fake_tensor")
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
@@ -355,11 +337,11 @@ def _not_traced(error: Exception) -> tuple[str, str]:
         verb, kind = "returns" if foreign[1] == "Found" else "takes", foreign[2]
         remedy = f"a tuple or a dict, or call torch.export.register_dataclass({kind.rpartition('.')[2]}) before"
         return "module", f"{verb} a {kind}, whose parts torch does not know; make it {remedy}"
+    line = _own_line(error)
     if any(words in text for words in _INNER_GRADIENTS):
-        return _own_line(
-            error
-        ), "takes a gradient inside of forward, or another function that torch cannot trace; write it as operations"
-    return _own_line(error), f"cannot be traced: {type(error).__name__}: {text}"
+        what = "a gradient inside of forward, or another function that torch cannot trace"
+        return line, f"takes {what}; write it as operations"
+    return line, f"cannot be traced: {type(error).__name__}: {text}"
 
 
 def _line(frames: Sequence[traceback.FrameSummary]) -> str:

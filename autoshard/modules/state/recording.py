@@ -236,6 +236,7 @@ class ForwardRecord:
     reads: dict[int, Names]
     written: dict[int, Names]
     is_active: bool = False
+    asks_gradients: bool = False  # whether gradients are on
     changes: list[StateChange] = field(default_factory=list)
     after: list[tuple[Any, dict[str, Any]]] = field(default_factory=list)
     visitor: Visitor
@@ -307,17 +308,27 @@ def recorded(module: torch.nn.Module) -> Iterator[ForwardRecord]:
     )  # fmt: skip
     handles = [module.register_forward_pre_hook(record.begin), module.register_forward_hook(record.end)]
     kinds = {type(owner): None for owner in visitor.open if _is_patchable(type(owner))}
+    of_torch: Any = torch
+    ask: Any = torch.is_grad_enabled
+
+    def asked() -> bool:
+        is_torch = sys._getframe(1).f_code.co_filename.startswith(_TORCH)  # pyright: ignore[reportPrivateUsage]
+        record.asks_gradients |= record.is_active and not is_torch
+        return bool(ask())
+
     recorders = {kind: _recorders(kind, record) for kind in kinds}
     originals = {
         kind: {name: kind.__dict__[name] for name in methods if name in kind.__dict__}
         for kind, methods in recorders.items()
     }
     try:
+        of_torch.is_grad_enabled = asked
         for kind, methods in recorders.items():
             for name, method in methods.items():
                 type.__setattr__(kind, name, method)
         yield record
     finally:
+        of_torch.is_grad_enabled = ask
         for kind, methods in recorders.items():
             for name in methods:
                 if name in originals[kind]:

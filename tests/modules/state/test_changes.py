@@ -122,3 +122,28 @@ LEFT_OUT: dict[str, tuple[Any, str, Any]] = {
 def test_a_guard_that_is_left_out_lets_a_change_pass(name: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(*LEFT_OUT[name])
     assert difference_of(name) is None
+
+
+class Asking(torch.nn.Linear):
+    """Computes something else where nothing will go back."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input) * (2 if torch.is_grad_enabled() else 3)
+
+
+def with_gradients_off(kinds: list[type[torch.nn.Linear]]) -> list[tuple[float, int]]:
+    """Return how far modules are from plain ones without gradients, and how often each was traced."""
+    answers: list[tuple[float, int]] = []
+    for kind in kinds:
+        plain, x = kind(8, 8).double(), torch.ones(4, 8, dtype=torch.float64)
+        module: Any = shard(copy.deepcopy(plain), [x], "data=2")
+        with torch.no_grad():
+            worst = max(float((plain(x) - module(x)).abs().max()) for _ in range(2))
+        answers.append((max(worst, float((plain(x) - module(x)).detach().abs().max())), len(module.autoshard.runners)))
+    return answers
+
+
+def test_a_module_that_asks_whether_gradients_are_on_is_traced_for_both():
+    for answers in on_ranks(2, with_gradients_off, [Asking, torch.nn.Linear]):
+        assert [worst < 1e-12 for worst, _ in answers] == [True, True]
+        assert [count for _, count in answers] == [2, 1], "only what asks is traced again"
