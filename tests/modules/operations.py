@@ -44,6 +44,10 @@ def _losses() -> Mapping[str, Sample]:
     found["cross_entropy_loss"] = F.cross_entropy, (n(4, 6), labels)
     found["cross_entropy_loss summed"] = lambda x, y: F.cross_entropy(x, y, reduction="sum"), (n(4, 6), labels)
     found["cross_entropy_loss of each"] = lambda x, y: F.cross_entropy(x, y, reduction="none"), (n(4, 6), labels)
+    pixels = n(4, 6, 5, 3), rows(4, 5, 3, below=6)
+    found["cross_entropy_loss of pixels"] = F.cross_entropy, pixels
+    found["cross_entropy_loss of each pixel"] = lambda x, y: F.cross_entropy(x, y, reduction="none"), pixels
+    found["kl_div"] = lambda x, y: F.kl_div(x, y, log_target=True, reduction="sum"), (n(4, 6), n(4, 6))
     found["nll_loss_nd"] = lambda x, y: F.nll_loss(x, y, reduction="sum"), (n(4, 6), labels)
     return found
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import einsum, nn
 from torch.linalg import multi_dot
-from torch.nn.functional import embedding, linear
+from torch.nn.functional import cross_entropy, embedding, kl_div, linear
 from torch.nn.utils.parametrizations import weight_norm
 
 from autoshard.errors import InputError
@@ -97,6 +97,16 @@ def with_one_state(own: Any, x: torch.Tensor) -> torch.Tensor:
     return own.net(x, (state, state))[0]
 
 
+def of_second_axis(own: Any, x: torch.Tensor) -> torch.Tensor:
+    labels = torch.arange(32).view(4, 8) % 8
+    of_each = cross_entropy(own.b(x).mT, labels, reduction="none") * (labels > 2)
+    return cross_entropy(own.a(x).mT, labels, ignore_index=1, label_smoothing=0.1) + of_each.sum()
+
+
+def taught(own: Any, x: torch.Tensor) -> torch.Tensor:
+    return kl_div(own.a(x).log_softmax(-1), own.b(x).softmax(-1).detach(), reduction="batchmean")
+
+
 def attend() -> nn.Module:
     return Own(lambda own, q, kv: own.layer(q, kv, kv)[0], layer=nn.MultiheadAttention(8, 2, batch_first=True))
 
@@ -120,6 +130,8 @@ _CASES: dict[str, tuple[Callable[[], nn.Module], Sequence[Sequence[int]]]] = {
     "a table of codebooks": (lambda: Own(of_codebooks, table=nn.Embedding(16, 8)), [(4, 8, 8)]),
     "rows of a table that is added": (lambda: Own(with_positions), [(4, 8, 8)]),
     "a state that is a cell": (lambda: Own(with_one_state, net=nn.LSTM(8, 8, batch_first=True)), [(8, 6, 8)]),
+    "classes on the second axis": (lambda: Own(of_second_axis), [(4, 8, 8)]),
+    "a teacher": (lambda: Own(taught), [(4, 8, 8)]),
     "a recurrent net": (lambda: Own(lambda own, x: own.net(x)[0], net=nn.GRU(8, 8, batch_first=True)), [(4, 6, 8)]),
     "a result that is read": (lambda: Own(with_hidden), [(4, 8)]),
     "a part of the loss": (lambda: Own(with_part_of_the_loss), [(4, 8)]),

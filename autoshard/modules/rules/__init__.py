@@ -36,7 +36,7 @@ _BY_RULE: Mapping[Rule, tuple[str, ...]] = {
     reductions.loss_of_classes: ("cross_entropy_loss", "nll_loss_nd", "nll_loss"),
     reductions.loss_of_each: (
         "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy",
-        "binary_cross_entropy_with_logits",
+        "binary_cross_entropy_with_logits", "kl_div",
     ),
     norms.layer_norm: ("layer_norm", "rms_norm"),
     norms.weight_norm: ("_weight_norm",),

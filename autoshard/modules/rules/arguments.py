@@ -67,6 +67,7 @@ _BY_ARGUMENTS = {
     "self target weight reduction ignore_index label_smoothing": "cross_entropy_loss",
     "self target weight reduction ignore_index": "nll_loss_nd nll_loss",
     "self target reduction": "mse_loss l1_loss",
+    "self target reduction log_target": "kl_div",
     "self target reduction beta": "smooth_l1_loss",
     "self target reduction delta": "huber_loss",
     "self target weight reduction": "binary_cross_entropy",

@@ -83,27 +83,34 @@ def loss_of_each(reader: Reader, node: Node) -> None:
     if reader.shape_of(readings[1]) != tuple(first.shape):  # broadcast
         reader.whole(node)
         return
+    function, arguments = node.target, arguments_of(node, reduction=0)
+    if node.target._opname == "kl_div":  # its last argument goes by name alone
+        function, arguments = functools.partial(function, log_target=arguments[-1]), arguments[:-1]
     losses = reader.step(
-        node, (readings, agreed(readings, rank, range(rank))), name=f"{node.name}_each",
-        arguments=arguments_of(node, reduction=0),
+        node, (readings, agreed(readings, rank, range(rank))), name=f"{node.name}_each", function=function,
+        arguments=arguments,
     )  # fmt: skip
     if reduction:
         _added(reader, node, losses, count=first.numel() if reduction == 1 else 1)
 
 
 def loss_of_classes(reader: Reader, node: Node) -> None:
-    """Take the loss of every token, which needs all classes; their sums, and the count of tokens, may wait."""
+    """Take the loss of every token, which needs all classes; their sums, and the count of tokens, may wait.
+
+    Classes stand on the second axis, and tokens or pixels along all others.
+    """
     logits, target, *weights = reader.readings(node)
-    if weights or len(logits.positions) != 2 or len(target.positions) != 1:
+    count = [position for axis, position in enumerate(logits.positions) if axis != 1]
+    if weights or len(logits.positions) < 2 or len(target.positions) != len(count):
         reader.whole(node)
         return
-    target.agree(0, logits.positions[0])
+    for axis, position in enumerate(count):
+        target.agree(axis, position)
     ignored, reduction = argument(node, "ignore_index"), argument(node, "reduction")
     loss: functools.partial[torch.Tensor] = functools.partial(F.nll_loss, reduction="none", ignore_index=ignored)
     if node.target._opname == "cross_entropy_loss":
         smoothing = argument(node, "label_smoothing")
         loss = functools.partial(F.cross_entropy, reduction="none", ignore_index=ignored, label_smoothing=smoothing)
-    count = [logits.positions[0]]
     tokens = reader.step(
         node, ([logits, target], count), whole=[logits.positions[1]], name=f"{node.name}_tokens",
         function=loss, arguments=(TensorPlace(0), TensorPlace(1)),
