@@ -20,7 +20,7 @@ def _matrix(dims: Dims, groups: tuple[Dims, ...], call: Call) -> Matrix:
     order = tuple(dims.index(dim) for group in groups for dim in group)
     if order == tuple(range(len(order))):
         return lambda tensor: tensor.reshape(shape)
-    if order == (1, 0) and len(groups[0]) == 1:  # each dim is one of the matrix
+    if [*map(len, groups)] == [1, 1]:  # in the other order
         return torch.t
     return lambda tensor: tensor.permute(order).reshape(shape)
 
