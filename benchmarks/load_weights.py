@@ -39,7 +39,7 @@ from autoshard.runtime.convert.stored import WeightSource
 from autoshard.runtime.launch import Placing, launch
 from autoshard.search.bound.request import Request, plan_at
 from autoshard.spec.cluster_catalogue import load_cluster
-from autoshard.spec.hf_writing import config_of
+from autoshard.spec.hf.writing import config_of
 from autoshard.spec.model import ModelSpec
 from autoshard.spec.model_catalogue import load_model
 from autoshard.spec.training import Training

@@ -21,7 +21,7 @@ from autoshard.errors import InputError, nearest
 from autoshard.graph.block import OpGraph
 from autoshard.graph.op import Dims
 from autoshard.plan.lowering import StepGraph
-from autoshard.spec.hf_types import SAME_CODE
+from autoshard.spec.hf.types import SAME_CODE
 from autoshard.spec.model import ModelSpec
 from autoshard.spec.workload import Precision, Workload
 

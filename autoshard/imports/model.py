@@ -10,7 +10,7 @@ from typing import Any, cast
 from autoshard.errors import InputError
 from autoshard.imports.imported import ImportedRun
 from autoshard.spec.files import parsed_json
-from autoshard.spec.hf_config import spec_from_config
+from autoshard.spec.hf.config import spec_from_config
 from autoshard.spec.model import ModelSpec
 from autoshard.spec.model_catalogue import load_model, model_names
 from autoshard.spec.record import options_on

@@ -9,7 +9,7 @@ from typing import Any, cast
 from autoshard.errors import InputError, file_faults, inside, nearest, require
 from autoshard.spec.file_kinds import CONFIG_FILE, refuse_other_kinds
 from autoshard.spec.files import read_data, shipped
-from autoshard.spec.hf_config import spec_from_config
+from autoshard.spec.hf.config import spec_from_config
 from autoshard.spec.model import ModelSpec
 from autoshard.spec.record import show_value
 

@@ -13,7 +13,7 @@ import autoshard
 from autoshard.engine.hf_names import HF_NAMES, Form, HfNames
 from autoshard.errors import InputError
 from autoshard.graph.op import Array
-from autoshard.spec.hf_config import MODEL_TYPES, spec_from_config
+from autoshard.spec.hf.config import MODEL_TYPES, spec_from_config
 from autoshard.spec.model import ModelSpec
 from autoshard.spec.model_catalogue import HEADER, model_names
 from tests.engine.hf_whole import from_hf, to_hf

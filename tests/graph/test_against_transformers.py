@@ -13,7 +13,7 @@ from autoshard.graph.decoder import decoder_graph
 from autoshard.graph.kinds.optimizer import AdamW
 from autoshard.graph.op import Array
 from autoshard.graph.router import router_losses
-from autoshard.spec.hf_config import spec_from_config
+from autoshard.spec.hf.config import spec_from_config
 from autoshard.spec.kernels import load_kernels
 from autoshard.spec.model import ModelSpec
 from autoshard.spec.workload import Precision, Workload

@@ -9,7 +9,7 @@ import pytest
 from autoshard.graph.block import OpGraph
 from autoshard.graph.decoder import decoder_graph
 from autoshard.graph.fusing import recompute
-from autoshard.spec.hf_config import spec_from_config
+from autoshard.spec.hf.config import spec_from_config
 from autoshard.spec.kernels import Kernels, load_kernels
 from autoshard.spec.model import ModelSpec
 from autoshard.spec.model_catalogue import load_model, model_names

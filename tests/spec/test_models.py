@@ -10,8 +10,8 @@ from hypothesis import given, strategies as st
 
 import autoshard
 from autoshard.errors import InputError
-from autoshard.spec.hf_config import spec_from_config
-from autoshard.spec.hf_writing import config_of
+from autoshard.spec.hf.config import spec_from_config
+from autoshard.spec.hf.writing import config_of
 from autoshard.spec.model import ModelSpec
 from autoshard.spec.model_catalogue import HEADER, load_model, model_names
 from autoshard.spec.model_parts import LatentAttention, RotaryScaling

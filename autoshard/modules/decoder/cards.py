@@ -18,8 +18,8 @@ from autoshard.modules.decoder.agreeing import FREQUENCIES, differing_frequencie
 from autoshard.modules.decoder.calls import taped
 from autoshard.modules.decoder.matching import Pairs, differing_calls
 from autoshard.modules.decoder.twins import NUM_DRAWS, TWIN_SEQUENCES, TWIN_TOKENS, Twin, size_pairs, without_numbers
-from autoshard.spec.hf_config import spec_from_config
-from autoshard.spec.hf_types import MODEL_TYPES
+from autoshard.spec.hf.config import spec_from_config
+from autoshard.spec.hf.types import MODEL_TYPES
 from autoshard.spec.model import ModelSpec
 
 _TOKENS = 8192  # more than most windows hold

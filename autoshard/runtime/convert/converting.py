@@ -35,8 +35,8 @@ from autoshard.runtime.convert.squares import refuse_other_sums
 from autoshard.runtime.convert.stored import WeightSource
 from autoshard.runtime.convert.words import write_ends, write_tokenizer
 from autoshard.runtime.data.opened import tokenizer_of
-from autoshard.spec.hf_reader import PACKED
-from autoshard.spec.hf_writing import config_of
+from autoshard.spec.hf.reader import PACKED
+from autoshard.spec.hf.writing import config_of
 from autoshard.spec.model import ModelSpec
 from autoshard.spec.model_catalogue import load_config, load_model, model_names, read_config
 from autoshard.units import format_bytes

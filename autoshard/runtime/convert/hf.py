@@ -14,7 +14,7 @@ from autoshard.files import naming
 from autoshard.runtime.convert.copying import Entry, TargetFile
 from autoshard.runtime.convert.packed import unpacked
 from autoshard.runtime.convert.stored import Stored, WeightSource, read_state, read_tensors, shape_faults
-from autoshard.spec.hf_reader import fp8_block
+from autoshard.spec.hf.reader import fp8_block
 from autoshard.spec.model import ModelSpec
 from autoshard.spec.model_catalogue import read_config
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from autoshard.errors import InputError
-from autoshard.spec.hf_config import spec_from_config
-from autoshard.spec.hf_types import (
+from autoshard.spec.hf.config import spec_from_config
+from autoshard.spec.hf.types import (
     ACTIVATIONS,
     ALIASES,
     MODEL_TYPES,

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from autoshard.errors import InputError
-from autoshard.spec.hf_config import spec_from_config
-from autoshard.spec.hf_writing import config_of
+from autoshard.spec.hf.config import spec_from_config
+from autoshard.spec.hf.writing import config_of
 from autoshard.spec.model_catalogue import load_model, model_names
 from tests.kit import DIFFERENT_LAYERS, SMALL_FAMILIES, small_config
 from tests.slower import each_third_is_fast

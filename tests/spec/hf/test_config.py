@@ -12,10 +12,10 @@ from hypothesis import given, strategies as st
 
 import autoshard
 from autoshard.errors import Fault, InputError
-from autoshard.spec import hf_types
-from autoshard.spec.hf_config import spec_from_config
-from autoshard.spec.hf_types import ACTIVATIONS, ALIASES, MODEL_TYPES, UNMODELLED
-from autoshard.spec.hf_writing import config_of
+from autoshard.spec.hf import types as hf_types
+from autoshard.spec.hf.config import spec_from_config
+from autoshard.spec.hf.types import ACTIVATIONS, ALIASES, MODEL_TYPES, UNMODELLED
+from autoshard.spec.hf.writing import config_of
 from autoshard.spec.model import LayerKind, ModelSpec, Router
 from autoshard.spec.model_parts import LatentAttention, RotaryScaling
 

@@ -1,0 +1,99 @@
+"""Read from a ``config.json`` which layers attend to a window, and which have an MLP in the place of experts."""
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+from autoshard.spec.hf.reader import ConfigReader
+from autoshard.spec.hf.rotary import local_rotary_theta
+from autoshard.spec.hf.types import ModelType
+from autoshard.spec.model import LAYER, MAX_LAYERS, LayerKind
+from autoshard.spec.repeats import compress
+
+
+def layers_that_differ(reader: ConfigReader, kind: ModelType, traits: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the attention window of all layers, None without one; or the kinds of layers, and their order."""
+    window, num_layers = _stated_window(reader, kind), traits["num_layers"]
+    if num_layers > MAX_LAYERS:
+        return {}  # refused with the sizes, and too many to list
+    local, dense = _local_layers(reader, kind, num_layers, window), _dense_layers(reader, kind, num_layers)
+    everywhere = len({*local}) == 1
+    theta = local_rotary_theta(reader) if kind.window == "pattern" else None
+    if theta == traits.get("rotary_theta") and traits.get("rotary_scaling") is None:
+        theta = None  # the same as in the other layers
+    names = [
+        ("dense",) * is_dense + ("local",) * (is_local and not everywhere)
+        for is_dense, is_local in zip(dense, local, strict=True)
+    ]
+    read_kinds = [
+        reader.made(
+            lambda name=name: LayerKind(
+                name="_".join(name),
+                dense_ffn=reader.whole("intermediate_size") if "dense" in name else None,
+                window=window if "local" in name else None,
+                rotary_theta=theta if "local" in name else None,
+            )
+        )
+        for name in dict.fromkeys(names)
+        if name
+    ]
+    kinds = tuple(layer_kind for layer_kind in read_kinds if layer_kind)
+    if len(kinds) < len(read_kinds):
+        return {}
+    order = compress("_".join(name) or LAYER for name in names) if kinds else ""
+    differing = {"window": window if everywhere and local[0] else None, "kinds": kinds, "order": order}
+    return differing | ({"rotary_theta": theta, "rotary_scaling": None} if differing["window"] and theta else {})
+
+
+def _stated_window(reader: ConfigReader, kind: ModelType) -> int | None:
+    """Return the attention window that some layers have; None if none has one."""
+    if kind.window == "none":
+        if reader.data.get("use_sliding_window") is not False:
+            reader.only("sliding_window", (None,), f"{kind.architecture} attends to the whole sequence")
+        return None
+    used = kind.window not in ("all layers if used", "some layers") or reader.read(bool, "use_sliding_window")
+    return reader.whole_or_null("sliding_window") if used else None
+
+
+def _local_layers(reader: ConfigReader, kind: ModelType, num_layers: int, window: int | None) -> list[bool]:
+    """Say which layers attend to a window alone."""
+    stated, from_one_on = reader.data.get("layer_types"), kind.window in ("some layers", "last layers")
+    mixed = from_one_on or kind.window in ("pattern", "by turns")
+    if stated is None and kind.window in ("pattern", "by turns"):
+        period = reader.whole("sliding_window_pattern") if kind.window == "pattern" else 2
+        return [window is not None and (number + 1) % period != 0 for number in range(num_layers)]
+    if stated is None or (not mixed and stated == _same_layers(window, num_layers)):
+        first = reader.whole("max_window_layers", low=0) if from_one_on and window else 0
+        return [window is not None and number >= first for number in range(num_layers)]
+    words = {"full_attention": False, **({"sliding_attention": True} if mixed and window else {})}
+    if not mixed:
+        words = {_same_layers(window, 1)[0]: window is not None}
+    layers = (
+        [layer for layer in cast(list[object], stated) if isinstance(layer, str)] if isinstance(stated, list) else []
+    )
+    is_listed = len(layers) == num_layers and words.keys() >= {*layers} and layers == stated
+    message = f"must be {num_layers} of {', '.join(map(repr, words))}, as the other fields say"
+    reader.check(lambda: is_listed, ("layer_types", "num_hidden_layers"), message)
+    return [words[layer] for layer in layers] if is_listed else [window is not None] * num_layers
+
+
+def _same_layers(window: int | None, num_layers: int) -> list[str]:
+    return ["full_attention" if window is None else "sliding_attention"] * num_layers
+
+
+def has_no_experts(reader: ConfigReader, kind: ModelType) -> bool:
+    """Say whether so many first layers have an MLP in the place of experts that none has experts."""
+    key = "first_k_dense_replace"
+    return key in kind.defaults and reader.whole(key, low=0) >= reader.whole("num_hidden_layers")
+
+
+def _dense_layers(reader: ConfigReader, kind: ModelType, num_layers: int) -> list[bool]:
+    """Say which layers have an MLP in the place of experts, where a model has experts."""
+    if has_no_experts(reader, kind):
+        return [False] * num_layers
+    if "first_k_dense_replace" in kind.defaults:
+        first = reader.whole("first_k_dense_replace", low=0)
+        return [number < first for number in range(num_layers)]
+    if "mlp_only_layers" not in kind.defaults:
+        return [False] * num_layers
+    listed, step = reader.whole_numbers("mlp_only_layers"), reader.whole("decoder_sparse_step")
+    return [number in listed or (number + 1) % step != 0 for number in range(num_layers)]
