@@ -106,9 +106,11 @@ _FAMILIES: Mapping[str, Mapping[str, Any]] = {
         },
     },
     "deepseek_v3": {**_LATENT, "q_lora_rank": 10},
+    "glm4_moe_lite": {**_LATENT, "q_lora_rank": 10, "qk_nope_head_dim": 6},
     "deepseek_v2": {**_LATENT, "q_lora_rank": None, "qk_nope_head_dim": 6, "topk_method": "group_limited_greedy"},
 }  # fmt: skip
-_MIXTURES = ("qwen3_moe", "glm4_moe", "dots1", "deepseek_v2", "deepseek_v3")  # whose experts have a width of their own
+# Whose experts have a width of their own.
+_MIXTURES = ("qwen3_moe", "glm4_moe", "glm4_moe_lite", "dots1", "deepseek_v2", "deepseek_v3")
 SMALL_FAMILIES = tuple(_FAMILIES)
 # Models whose layers differ: some attend to a window alone, some have an MLP in the place of experts.
 DIFFERENT_LAYERS: tuple[tuple[str, dict[str, Any]], ...] = (

@@ -207,6 +207,7 @@ HF_NAMES: Mapping[str, Mapping[Form, Names]] = {
             ("glm4_moe", _EXPERTS_NAMED, _EXPERTS_STACKED, _LLAMA_ATTENTION + _LLAMA_MLP + _CORRECTED_ROUTER),
             ("dots1", _EXPERTS_NAMED, _EXPERTS_STACKED, _LLAMA_ATTENTION + _LLAMA_MLP + _CORRECTED_ROUTER),
             ("deepseek_v2", _EXPERTS_NAMED, _EXPERTS_STACKED, _LATENT_ATTENTION + _LLAMA_MLP + _CORRECTED_ROUTER),
+            ("glm4_moe_lite", _EXPERTS_NAMED, _EXPERTS_STACKED, _LATENT_ATTENTION + _LLAMA_MLP + _CORRECTED_ROUTER),
             ("deepseek_v3", _EXPERTS_NAMED, _EXPERTS_STACKED, _LATENT_ATTENTION + _LLAMA_MLP + _CORRECTED_ROUTER),
             (
                 "minimax_m2",

@@ -56,16 +56,20 @@ def configs(draw: st.DrawFn) -> Mapping[str, Any]:
         config |= {"num_key_value_heads": kv_heads, "head_dim": head_dim, "hidden_size": draw(small)}
     if family in ("gpt_neox", "glm4_moe"):
         config["partial_rotary_factor"] = 1.0
-    if family.startswith("deepseek"):
+    if family.startswith("deepseek") or family == "glm4_moe_lite":
         config |= {"num_key_value_heads": heads, "q_lora_rank": draw(st.none() | small)}
         config |= {name: draw(small) for name in ("kv_lora_rank", "qk_nope_head_dim", "v_head_dim")}
         config |= {"qk_rope_head_dim": 2 * draw(st.integers(1, 3))}
-    if family in ("glm4_moe", "dots1", "deepseek_v2", "deepseek_v3"):
+    if family in ("glm4_moe", "glm4_moe_lite", "dots1", "deepseek_v2", "deepseek_v3"):
         config |= {"n_shared_experts": draw(st.integers(1, 3)), "first_k_dense_replace": draw(st.integers(0, 2))}
         config |= {"intermediate_size": draw(small), "n_group": 1, "topk_group": 1}
     if family == "glm4_moe":
         config |= {"use_qk_norm": draw(st.booleans())}
-    if family in ("mixtral", "qwen3_moe", "glm4_moe", "dots1", "minimax_m2", "deepseek_v2", "deepseek_v3", "gpt_oss"):
+    if family == "glm4_moe_lite":
+        dense, layers = config["first_k_dense_replace"], config["num_hidden_layers"]
+        config["first_k_dense_replace"] = first = min(dense, layers)
+        config["mlp_layer_types"] = ["dense"] * first + ["sparse"] * (layers - first)
+    if MODEL_TYPES[family].router != "chosen" or family in ("mixtral", "gpt_oss"):
         config |= {
             "norm_topk_prob": family != "deepseek_v2",
             "num_local_experts": draw(st.integers(2, 4)),

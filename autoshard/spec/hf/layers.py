@@ -82,8 +82,7 @@ def _same_layers(window: int | None, num_layers: int) -> list[str]:
 
 def has_no_experts(reader: ConfigReader, kind: ModelType) -> bool:
     """Say whether so many first layers have an MLP in the place of experts that none has experts."""
-    key = "first_k_dense_replace"
-    return key in kind.defaults and reader.whole(key, low=0) >= reader.whole("num_hidden_layers")
+    return _leading_dense(reader, kind) >= reader.whole("num_hidden_layers")
 
 
 def _dense_layers(reader: ConfigReader, kind: ModelType, num_layers: int) -> list[bool]:
@@ -91,9 +90,27 @@ def _dense_layers(reader: ConfigReader, kind: ModelType, num_layers: int) -> lis
     if has_no_experts(reader, kind):
         return [False] * num_layers
     if "first_k_dense_replace" in kind.defaults:
-        first = reader.whole("first_k_dense_replace", low=0)
+        first = _leading_dense(reader, kind)
         return [number < first for number in range(num_layers)]
     if "mlp_only_layers" not in kind.defaults:
         return [False] * num_layers
     listed, step = reader.whole_numbers("mlp_only_layers"), reader.whole("decoder_sparse_step")
     return [number in listed or (number + 1) % step != 0 for number in range(num_layers)]
+
+
+def _leading_dense(reader: ConfigReader, kind: ModelType) -> int:
+    """Return how many first layers have an MLP in the place of experts, where a config counts these."""
+    if "first_k_dense_replace" not in kind.defaults:
+        return 0
+    if "mlp_layer_types" not in kind.defaults:
+        return reader.whole("first_k_dense_replace", low=0)
+    # The class reads these names alone, of which it makes the first "dense" where none is stated.
+    num_layers = reader.whole("num_hidden_layers")
+    stated: object = reader.data.get("mlp_layer_types") or ["dense", *["sparse"] * (num_layers - 1)]
+    first = cast(list[object], stated).count("dense") if isinstance(stated, list) else 0
+    same = stated == ["dense"] * first + ["sparse"] * (num_layers - first)
+    counted = reader.data.get("first_k_dense_replace") in (None, first)
+    fields = "mlp_layer_types", "first_k_dense_replace"
+    message = f"must name {num_layers} layers, first those that are dense, and as many as first_k_dense_replace says"
+    reader.check(lambda: same and counted, fields, message)
+    return first

@@ -194,6 +194,18 @@ MODEL_TYPES: Mapping[str, ModelType] = {
         width="moe_intermediate_size",
         router="corrected",
     ),
+    "glm4_moe_lite": ModelType(
+        architecture="Glm4MoeLiteForCausalLM",
+        defaults={
+            **_DEEPSEEK, "max_position_embeddings": 202752, "num_key_value_heads": 20, "rms_norm_eps": 1e-5,
+            "q_lora_rank": 768, "qk_nope_head_dim": 192, "v_head_dim": 256, "first_k_dense_replace": 1,
+            "mlp_layer_types": None, "num_experts_per_tok": 4, "n_shared_experts": 1, "norm_topk_prob": True,
+            "routed_scaling_factor": 1.8, "n_group": 1, "topk_group": 1, "scoring_func": "sigmoid",
+            "topk_method": "noaux_tc",
+        },
+        width="moe_intermediate_size",
+        router="corrected",
+    ),
     "deepseek_v2": ModelType(
         architecture="DeepseekV2ForCausalLM", defaults=_DEEPSEEK, width="moe_intermediate_size", router="groups"
     ),

@@ -23,7 +23,10 @@ from autoshard.spec.model_parts import RotaryScaling
 _SPELLED: Mapping[str, Mapping[str, str]] = {
     "gpt2": {name: others[0] for name, others in ALIASES.items()} | {"rms_norm_eps": "layer_norm_epsilon"},
     "qwen3_moe": {"num_local_experts": "num_experts"},
-    **{name: {"num_local_experts": "n_routed_experts"} for name in ("glm4_moe", "dots1", "deepseek_v2", "deepseek_v3")},
+    **{
+        name: {"num_local_experts": "n_routed_experts"}
+        for name in ("glm4_moe", "glm4_moe_lite", "dots1", "deepseek_v2", "deepseek_v3")
+    },
     "gemma3_text": {"hidden_act": "hidden_activation"},
     "gpt_neox": {
         "rms_norm_eps": "layer_norm_eps", "rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"
@@ -142,7 +145,9 @@ def _layers(model: ModelSpec, kind: ModelType) -> Mapping[str, Any]:
         fields |= {"mlp_only_layers": dense, "intermediate_size": each_kind[model.layer_order[dense[0]]].ffn}
     if "first_k_dense_replace" in kind.defaults:
         fields.pop("mlp_only_layers", None)
-        fields["first_k_dense_replace"] = len(dense) if model.num_experts else model.num_layers
+        first = fields["first_k_dense_replace"] = len(dense) if model.num_experts else model.num_layers
+        if "mlp_layer_types" in kind.defaults:
+            fields["mlp_layer_types"] = ["dense"] * first + ["sparse"] * (model.num_layers - first)
     return fields
 
 

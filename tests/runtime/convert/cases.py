@@ -27,7 +27,8 @@ SIZES: Mapping[str, Any] = {
     "head_dim": 8,
     "vocab_size": 37,  # which nothing divides
     "max_position_embeddings": 16,
-    "num_local_experts": 4,
+    "num_local_experts": 8,
+    "rotary_dim": 4,
     "num_experts": 16,
     "n_routed_experts": 16,
     "n_layer": 4,
