@@ -1,5 +1,6 @@
 """Choices of a plan in words: how a model is cut, what is computed again, where layers lie."""
 
+import math
 from collections.abc import Mapping, Sequence
 
 from autoshard.plan.candidate import Candidate
@@ -239,7 +240,8 @@ def spill_words(plan: Plan) -> str:
     interval, usable = prediction_of(plan).peak_interval_bytes, plan.cluster.rank_memory_bytes
     if not interval or interval[1] <= usable:
         return ""
-    return f"may reach {format_bytes(interval[1], usable)}, which does not fit: a larger --headroom is safer"
+    safe = math.ceil(100 * load_kernels(plan.kernels).safe_headroom(usable)) / 100
+    return f"may reach {format_bytes(interval[1], usable)}, which does not fit: --headroom {safe:g} leaves room for it"
 
 
 def compiled_words(compiling: Compiling) -> str:

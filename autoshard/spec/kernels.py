@@ -249,6 +249,13 @@ class Kernels:
             free = min(usable_bytes, tensors + self.runtime_bytes)
         return max(1, free)
 
+    def safe_headroom(self, usable_bytes: int) -> float:
+        """Return the share of a rank's memory to leave free so that the most that an allocator may reserve fits too."""
+        if not self.reserved:
+            return 0.0
+        tensors = (usable_bytes - self.runtime_bytes) / (1 + self.reserved.high)
+        return max(0.0, 1 - (tensors + self.runtime_bytes) / usable_bytes)
+
 
 @cache
 def kernels_names() -> tuple[str, ...]:

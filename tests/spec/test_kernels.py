@@ -220,3 +220,23 @@ def test_memory_that_a_headroom_leaves_is_never_negative(name: str):
     kernels = load_kernels(name)
     assert kernels.capacity_bytes(80 * 2**30, 0.999) >= 1 and kernels.capacity_bytes(1, 0.5) == 1
     assert kernels.capacity_bytes(80 * 2**30, 0.1) > 70 * 2**30
+
+
+RESERVING = [name for name in kernels_names() if load_kernels(name).reserved]
+
+
+@pytest.mark.parametrize("name", RESERVING)
+@given(usable_gib=st.integers(16, 288))
+def test_under_a_safe_headroom_the_most_that_an_allocator_may_reserve_fits_and_under_a_smaller_it_may_not(
+    name: str, usable_gib: int
+):
+    kernels, usable = load_kernels(name), usable_gib * 2**30
+    reserved = kernels.reserved
+    assert reserved
+
+    def most(headroom: float) -> float:
+        tensors = (kernels.capacity_bytes(usable, headroom) - kernels.runtime_bytes) / (1 + reserved.share)
+        return tensors * (1 + reserved.high) + kernels.runtime_bytes
+
+    safe = kernels.safe_headroom(usable)
+    assert 0 < safe < 1 and most(safe) <= usable + 2 < most(safe - 0.01)
