@@ -39,8 +39,8 @@ def explain(
 
     Args:
         plan: The plan file.
-        why_not: Compare with the best plan of another layout, e.g. tp=8,pp=16, and say what would make it better. The
-            exit code is 1 if no plan of that layout may run.
+        why_not: Compare with the best plan of another layout, e.g. tp=8,pp=16, or with an answer by its name, e.g.
+            fsdp, and say what would make it better. The exit code is 1 if no plan of that layout may run.
         calibration: A calibration file, made by `autoshard calibrate`. Default: the constants in the plan.
         trace: Also write the predicted step to this file, as a timeline for https://ui.perfetto.dev (at most 20 MB).
         run: The folder of a run of the plan: the trace holds its measured step, and the passes of the steps that it

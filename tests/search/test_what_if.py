@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+import autoshard
 from autoshard.cost.built_in import calibration_of
 from autoshard.errors import InputError
 from autoshard.plan.candidate import Candidate
@@ -97,6 +98,17 @@ def test_bytes_that_forbid_it_are_named(plan: Plan, monkeypatch: pytest.MonkeyPa
     found = why_not(replace(plan, cluster=small), "tp=1,pp=1,mbs=8", calibration_of(plan))
     (reason,) = found.against
     assert not found.fits and found.rival and "none of the" in reason and "more than the" in reason
+
+
+def test_an_answer_of_the_question_is_asked_for_by_its_name(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(what_if, "circumstances", lambda *_: ())
+    result = autoshard.plan("tiny-llama", "h100-80")
+    (answered,) = [answer for answer in result.answers if answer.name == "fsdp"]
+    asked = why_not(result.plan, "fsdp", calibration_of(result.plan))
+    assert asked.rival and asked.rival.candidate == answered.plan.candidate
+    assert asked.pins == str(answered.plan.candidate)
+    with pytest.raises(InputError, match=r"'vendor' is no answer beside this plan: those are .*fsdp.* Write keys"):
+        why_not(result.plan, "vendor", calibration_of(result.plan))
 
 
 @pytest.mark.parametrize("text", ["", "tp", "tp=x", "zork=1"])

@@ -78,10 +78,20 @@ def _names(plan: Plan, result: SearchResult) -> list[str]:
     ]
 
 
+def _pins_named(plan: Plan, text: str) -> Mapping[str, Any]:
+    """Read keys and values, or the name of an answer that stands in the plan beside it, which means all of its keys."""
+    record = search_record(plan)
+    named = {answer.name: answer.candidate for answer in record.answers} if record else {}
+    if text and "=" not in text and text not in named:
+        beside = f"those are {', '.join(named)}" if named else "it holds none"
+        raise InputError.of("", f"{text!r} is no answer beside this plan: {beside}. Write keys, for example tp=8,pp=16")
+    return parse_pins(named.get(text, text))
+
+
 def why_not(plan: Plan, text: str, calibration: Calibration) -> WhyNot:
     """Return the best plan with these keys, or why there is none, and the changes after which it is the faster plan."""
     with inside("--why-not"):
-        pins = parse_pins(text)
+        pins = _pins_named(plan, text)
         require((bool(pins), "", "names nothing; write key=value, for example tp=8,pp=16"))
     request = request_of_plan(plan, calibration)
     pinned = replace(request, pins={**request.pins, **pins})
