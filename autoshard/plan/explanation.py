@@ -28,6 +28,7 @@ class Certificate:
     num_points: int = 0
     refusals: tuple[Refusal, ...] = ()
     num_legal: int = 0
+    num_near_even: int = 0  # of these: layers differ, and the schedule is such that near-even splits alone are tried
     num_too_large: int = 0  # for memory, whatever layers and recompute their stages have, by a bound
     num_bounded: int = 0  # whose bound was no better than what had been found
     num_solved: int = 0  # whose best layers and recompute of the stages were found, or that there are none
@@ -102,10 +103,17 @@ class Certificate:
     def _said(self, promise: str) -> str:
         stopped = f" ({self.stopped})" if self.stopped else ""
         return (
-            f"{promise}{stopped}, of {counted(self.num_legal, 'legal layout')} with all splits "
+            f"{promise}{stopped}, of {counted(self.num_legal, 'legal layout')} with {self._splits} "
             "of the layers over their stages and recompute of each rank (its stages alike), among plans with one table "
             "per block kind and recompute kind"
         )
+
+    @property
+    def _splits(self) -> str:
+        if not self.num_near_even:
+            return "all splits"
+        near = "near-even splits"
+        return near if self.num_near_even == self.num_legal else f"all splits (of {self.num_near_even} {near} alone)"
 
     @property
     def accounting(self) -> str:

@@ -209,7 +209,8 @@ def search_words(certificate: Certificate) -> str:
     """Say how good the plan is among what was searched."""
     more = {"time": "faster", "memory": "smaller", "dollars": "cheaper"}[certificate.objective]
     best = {"time": "fastest", "memory": "smallest", "dollars": "cheapest"}[certificate.objective]
-    of, gap = f"{counted(certificate.num_legal, 'legal layout', form=',')} searched", certificate.gap
+    near_even = f" (near-even splits of {certificate.num_near_even:,})" if certificate.num_near_even else ""
+    of, gap = f"{counted(certificate.num_legal, 'legal layout', form=',')} searched{near_even}", certificate.gap
     if not certificate.bound:
         return f"{of} in part: how much {more} another could be is not known"
     return f"the {best} of {of}" if gap < 1e-9 else f"{of}: none can be more than {format_at_most(gap)} {more}"

@@ -12,6 +12,7 @@ from autoshard.errors import InputError
 from autoshard.plan.codec import dump
 from autoshard.plan.rules.rule import rule
 from autoshard.plan.verify import verify
+from autoshard.report.words import search_words
 from autoshard.search.ask import planner as module
 from autoshard.search.ask.planner import coordinates, frontier, search, undominated
 from autoshard.search.bound.request import Request, plan_at
@@ -88,6 +89,28 @@ def test_bounds_leave_out_nothing_that_is_better(request_: Request, most_gap: fl
     assert (whole.certificate.num_too_large, whole.certificate.num_bounded) == (0, 0)
     assert whole.certificate.gap < most_gap and pruned.certificate.gap < most_gap
     assert pruned.certificate.num_solved < whole.certificate.num_solved
+
+
+def test_a_certificate_claims_all_splits_only_where_they_are_bounded():
+    differ, work = ask("tiny-gemma3", pins="mbs=1,recompute=none", global_batch=8), {"mbs": 1}
+    claims = {
+        name: search(replace(differ, pins={**work, **pins})).certificate
+        for name, pins in (
+            ("some", {}),
+            ("none", {"schedule": "1f1b", "pp": 2}),
+            ("all", {"schedule": "zb_h1", "pp": 2}),
+        )
+    }
+    assert 0 < claims["some"].num_near_even < claims["some"].num_legal
+    assert f"with all splits (of {claims['some'].num_near_even} near-even splits alone) of" in claims["some"].statement
+    assert "with all splits of the layers" in claims["none"].statement and "splits of" not in search_words(
+        claims["none"]
+    )
+    assert claims["all"].num_near_even == claims["all"].num_legal > 0
+    assert "with near-even splits of the layers" in claims["all"].statement
+    assert f"searched (near-even splits of {claims['all'].num_near_even})" in search_words(claims["all"])
+    alike = search(ask("tiny-llama", pins="pp=2,schedule=zb_h1,mbs=1", global_batch=8)).certificate
+    assert "with all splits of the layers" in alike.statement
 
 
 UNEVEN = ask("llama3-8b", "h100-80", pins="pp=4,tp=1,cp=1,schedule=interleaved,vp=2,mbs=1", global_batch=64)

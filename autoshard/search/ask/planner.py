@@ -218,7 +218,11 @@ def _search_engine(
             known[request.cluster, engine] = legal, LayoutPricer(request.question(legal.space.base), legal.space)
         legal, pricer = known[request.cluster, engine]
         certificate = replace(
-            certificate, num_points=legal.num_points, refusals=legal.refusals, num_legal=legal.num_legal
+            certificate,
+            num_points=legal.num_points,
+            refusals=legal.refusals,
+            num_legal=legal.num_legal,
+            num_near_even=legal.num_near_even(request.model),
         )
         if legal.variants:
             num_plans, rival_values = ranking

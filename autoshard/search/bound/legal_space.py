@@ -26,6 +26,7 @@ from autoshard.schedule.waves import Ints
 from autoshard.search.bound.request import Request
 from autoshard.search.bound.space import Pins, Space, divisors, whole_space
 from autoshard.search.bound.watch import Watch, go_on, never_stop
+from autoshard.search.fill.stage_options import ALL_RANGES
 from autoshard.spec.cluster import Cluster
 from autoshard.spec.model import ModelSpec
 
@@ -78,6 +79,13 @@ class LegalSpace:
     def num_legal(self) -> int:
         """Outer points that no Rule refuses."""
         return sum(len(variant.layouts) for variant in self.variants)
+
+    def num_near_even(self, model: ModelSpec) -> int:
+        """Return how many points try near-even splits alone of layers that differ; see ``listed_splits``."""
+        variants = () if self.space.base.stages or not model.order else self.variants
+        rows = [variant.space.rows for variant in variants if variant.space.base.schedule not in ALL_RANGES]
+        stages = np.concatenate([np.zeros(0, int), *(row["pp"] * row["vp"] for row in rows)])
+        return int(((stages > 1) & (stages < model.num_layers)).sum())
 
     def with_layouts(self, layouts: Truths) -> "LegalSpace":
         """Return the space with only some of its layouts."""
