@@ -21,7 +21,8 @@ from autoshard.spec.training import Training
 from autoshard.units import counted
 
 PLAN, TRAINING, NODE, SUBMIT = "plan.json", "training.yaml", "node.sh", "submit.sh"
-FIRST, STRICT, HERE = "#!/usr/bin/env bash", "set -euo pipefail", 'cd "$(dirname "${BASH_SOURCE[0]}")"'  # of scripts
+FIRST, STRICT = "#!/usr/bin/env bash", "set -euo pipefail"  # of scripts
+HERE = """CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")\""""  # a CDPATH would lead to a folder of the same name
 _LONGEST_NAME = 40  # Kubernetes adds to it, and a host's name has 63 characters
 _ENDING_S = 60  # for torchrun, srun or a pod to end when its ranks have
 _DIGITS = 12  # of the plan's hash, where it is shown

@@ -24,6 +24,12 @@ _COUNT = r"""
         for (name in type) n += name in own || (state[name] ~ /^idle/ && type[name] in types)
         print n + 0
       }"""
+_NO_JOB_HERE = [  # Slurm gives the script's text a place of its own, so that only the submitter's folder is known
+    f"if [[ ! -f {NODE} ]]; then",
+    f'  echo "$SLURM_SUBMIT_DIR holds no {NODE}: submit by bash {SUBMIT}, or type sbatch in the folder of the job" >&2',
+    "  exit 1",
+    "fi",
+]
 _REQUEUE = 'scontrol requeue "$SLURM_JOB_ID" && sleep 60  # and is ended'
 _LOST_S = 120  # until nodes that are gone count as such: slurmctld asks all within a third of SlurmdTimeout, 300 s
 
@@ -86,7 +92,7 @@ def _script(job: Job, stage: str) -> str:
     values = {name: "" if value is None else f"={value}" for name, value in options.items()}
     lines = [f"#SBATCH --{name}{value}" for name, value in values.items() if value != "="]
     title = job.title("The training job." if trains else "The compile job.")
-    return "\n".join([FIRST, *title, *lines, STRICT, 'cd "$SLURM_SUBMIT_DIR"', ""])
+    return "\n".join([FIRST, *title, *lines, STRICT, 'cd "$SLURM_SUBMIT_DIR"', *_NO_JOB_HERE, ""])
 
 
 def _segment(job: Job) -> str | int:

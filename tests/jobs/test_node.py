@@ -97,6 +97,23 @@ def test_a_folder_that_is_not_shared_and_the_plan_of_another_job_are_named(place
     assert done.returncode and "plan.json is not the plan of this job. Type autoshard launch again" in done.stderr
 
 
+def test_a_script_goes_to_its_own_folder_whatever_the_search_path_of_cd(place: Path, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere" / "job").mkdir(parents=True)
+    variables = {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "CDPATH": str(tmp_path / "elsewhere"), **START}
+    command = ["bash", "job/node.sh", "train"]
+    done = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True, check=False)
+    assert not done.returncode and json.loads(done.stdout)[0][-1] == f"{place}/run", done.stderr
+
+
+def test_a_script_that_sbatch_got_in_another_folder_says_where_to_type_it(place: Path, tmp_path: Path) -> None:
+    text = files_of(job_of(plan_of(FIRST), "slurm plain")).texts["train.sbatch"]
+    variables = {"PATH": os.environ["PATH"], "SLURM_SUBMIT_DIR": str(tmp_path)}
+    done = subprocess.run(["bash", "-c", text], env=variables, capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and not done.stdout
+    says = f"{tmp_path} holds no node.sh: submit by bash submit.sh, or type sbatch in the folder of the job\n"
+    assert done.stderr == says
+
+
 def test_a_plan_that_was_edited_is_refused_though_it_names_the_old_hash(place: Path) -> None:
     text = (place / "plan.json").read_text(encoding="utf-8")
     assert '"headroom": 0.1' in text

@@ -99,6 +99,7 @@ def resumed(job: Job, folder: Path, code: int, ran_s: int) -> tuple[int, bool]:
         (folder / "bin" / name).chmod(0o755)
     text = files_of(job).texts["train.sbatch"].replace("if srun", f"SECONDS={ran_s}\nif srun")
     (folder / "train.sbatch").write_text(text, encoding="utf-8")
+    (folder / "node.sh").touch()
     path = f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}"
     variables = {"PATH": path, "SLURM_SUBMIT_DIR": str(folder), "SLURM_JOB_ID": "5"}
     done = subprocess.run(["bash", str(folder / "train.sbatch")], env=variables, check=False)
