@@ -122,7 +122,8 @@ class Files:
 def default_name(plan: Plan) -> str:
     """Name a job after its model and its plan, so that two plans of a model do not meet."""
     model = re.sub("[^a-z0-9]+", "-", plan.model.name.lower()).strip("-")
-    return f"{model[: _LONGEST_NAME - 7].rstrip('-')}-{plan_hash(plan)[:6]}"
+    name = model if model[:1].isalpha() else f"model-{model}"  # of 01-yi, or without a Latin letter
+    return f"{name[: _LONGEST_NAME - 7].rstrip('-')}-{plan_hash(plan)[:6]}"
 
 
 def yaml_text(data: object) -> str:

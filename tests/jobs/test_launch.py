@@ -4,6 +4,7 @@ import json
 import math
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import yaml
 from autoshard.cli import main
 from autoshard.command_line.reading import read_options
 from autoshard.commands import command_of
+from autoshard.cost.predict import predicted
 from autoshard.plan.code import PlannedCode
 from autoshard.plan.codec import dump, load, plan_hash, with_planned_code
 from tests.jobs.cases import FIRST, plan_of
@@ -82,6 +84,17 @@ def test_a_recipe_is_planned_and_its_keys_go_to_the_run(here: Path, capsys: pyte
     assert (options["seed"], options["steps"], options["learning_rate"]) == (7, 300, 3e-3)
     values = read_options("run", command_of("run"), ["job/plan.json", "--config", "job/training.yaml"])
     assert values and values["training"].values["seed"] == 7
+
+
+@pytest.mark.parametrize("model", ["01-yi", "7", "模型", "-", "1" * 60, "Llama", "a" * 60])
+def test_a_model_of_any_name_has_a_job(model: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = plan_of(FIRST)
+    renamed = predicted(replace(plan, model=replace(plan.model, name=model)))
+    (here / "plan.json").write_text(dump(renamed), encoding="utf-8")
+    assert typed(f"{SLURM} --json") == 0
+    name = json.loads(capsys.readouterr().out)["name"]
+    assert name.startswith(model.lower()[:33] if model.isascii() and model.isalpha() else "model-")
+    assert name.endswith(f"-{plan_hash(renamed)[:6]}")
 
 
 @pytest.mark.parametrize("name", ["1e5", "7e12345", "12", "on", "-x", "a: b", "2026-01-01"])
