@@ -92,6 +92,10 @@ def node_text(job: Job, meeting: str) -> str:
             "# How long torchrun waits after SIGTERM for ranks to end a step and save it, in seconds; by itself 30.",
             f'export {_PATIENCE}="${{{_PATIENCE}:-{job.stopping_s}}}"',
         ],
+        [
+            "# Files of this folder do not pass for modules of Python that have their names.",
+            "export PYTHONSAFEPATH=1",
+        ],
         _token(job, start) if job.num_nodes > 1 else [],
         _start(job),
     ]

@@ -114,6 +114,14 @@ def test_a_script_that_sbatch_got_in_another_folder_says_where_to_type_it(place:
     assert done.stderr == says
 
 
+def test_a_file_of_the_user_s_does_not_pass_for_a_module_of_its_name(place: Path) -> None:
+    (place / "queue.py").write_text("raise SystemExit('this is no queue')\n", encoding="utf-8")
+    start = f"#!/bin/sh\nexec '{sys.executable}' -c 'import queue; print(queue.Queue.__name__)'\n"
+    (place.parent / "bin" / "python3").write_text(start, encoding="utf-8")
+    done = node(place, "train", START)
+    assert (done.returncode, done.stdout) == (0, "Queue\n"), done.stderr
+
+
 def test_a_plan_that_was_edited_is_refused_though_it_names_the_old_hash(place: Path) -> None:
     text = (place / "plan.json").read_text(encoding="utf-8")
     assert '"headroom": 0.1' in text
