@@ -75,7 +75,6 @@ def _script(job: Job, stage: str) -> str:
         "job-name": job.name if trains else f"{job.name}-{stage}",
         "nodes": job.num_nodes,
         "ntasks-per-node": 1,
-        "segment": _segment(job),
         "exclusive": None,
         "mem": 0,
         "gpus-per-node": job.plan.cluster.chips_per_node if job.accelerator == "gpu" else "",
@@ -95,15 +94,16 @@ def _script(job: Job, stage: str) -> str:
     return "\n".join([FIRST, *title, *lines, STRICT, 'cd "$SLURM_SUBMIT_DIR"', *_NO_JOB_HERE, ""])
 
 
-def _segment(job: Job) -> str | int:
-    """Return how many nodes of a rack of GPUs the job takes, which the plan has counted on; "" where there is no rack.
+def _segment(job: Job) -> int | None:
+    """Return how many nodes of a rack of GPUs the job takes, which the plan has counted on; None if Slurm is not told.
 
     cited: sbatch's manual, 25.05: with the block topology a job's nodes come in segments of this size, each of them in
-    one block.
+    one block; a number of nodes that the size does not divide is refused.
     """
     cluster, num_nodes = job.plan.cluster, job.num_nodes
     in_racks = job.accelerator == "gpu" and cluster.nodes_per_ultraserver > 1
-    return min(num_nodes, cluster.nodes_together) if in_racks and num_nodes > 1 else ""
+    size = min(num_nodes, cluster.nodes_together)
+    return size if in_racks and num_nodes > 1 and num_nodes % size == 0 else None
 
 
 def _srun(job: Job, stage: str) -> str:
@@ -177,6 +177,16 @@ def _replanned(job: Job) -> Iterator[str]:
     yield "}"
 
 
+def _if_known(segment: str) -> Iterator[str]:
+    """Yield lines that ask sbatch whether it has an option: with an unknown one it takes no job at all."""
+    yield "# Equally many nodes of each rack, as the plan counts on. An older Slurm has no such option."
+    yield f"segment={segment}"
+    yield 'if ! sbatch "$segment" --version > /dev/null 2>&1; then'
+    yield '  echo "note: this sbatch has no $segment: nodes may lie in more racks than the plan counts on" >&2'
+    yield "  segment="
+    yield "fi"
+
+
 def _submit(job: Job) -> Iterator[str]:
     """Yield the script that submits the job: the compile job first, where there is one."""
     yield FIRST
@@ -192,7 +202,10 @@ def _submit(job: Job) -> Iterator[str]:
         yield 'echo "watch: squeue --jobs ${compile%%;*},${train%%;*}"'
         yield 'printf \'log: tail -F %q %q\\n\' "$PWD/compile-${compile%%;*}.log" "$PWD/train-${train%%;*}.log"'
     else:
-        yield "train=$(sbatch --parsable train.sbatch)"
+        segment = _segment(job)
+        yield from _if_known(f"--segment={segment}") if segment else ()
+        more = ' ${segment:+"$segment"}' if segment else ""
+        yield f"train=$(sbatch --parsable{more} train.sbatch)"
         yield 'echo "training job: $train"'
         yield 'echo "watch: squeue --jobs ${train%%;*}"'
         yield "printf 'log: tail -F %q\\n' \"$PWD/train-${train%%;*}.log\""

@@ -1,6 +1,6 @@
 """The folders of jobs as golden files: one in full, of the others what they have otherwise."""
 
-import re
+import os
 import shutil
 import subprocess
 import sys
@@ -10,7 +10,7 @@ from typing import get_args
 
 import pytest
 
-from autoshard.jobs.job import PLAN
+from autoshard.jobs.job import PLAN, Job
 from autoshard.plan.candidate import Candidate
 from autoshard.search.bound.request import plan_at
 from autoshard.spec.cluster_catalogue import load_cluster
@@ -72,17 +72,39 @@ def test_gpus_are_asked_for_and_nothing_is_compiled() -> None:
     assert 'export FI_PROVIDER="${FI_PROVIDER:-efa}"' in node and "NEURON" not in node and "compile" not in node
 
 
-@pytest.mark.parametrize(
-    ("cluster", "nodes", "segment"), [("gb200", 32, 16), ("gb300", 4, 4), ("gb200", 20, 10), ("h100", 32, None)]
-)
-def test_slurm_takes_as_many_nodes_of_a_rack_as_the_plan_has_counted_on(
-    cluster: str, nodes: int, segment: int | None
-) -> None:
+def rack_job(cluster: str, nodes: int) -> Job:
     dp = nodes * load_cluster(cluster).ranks_per_node
     plan = plan_at(ask("llama3-8b", cluster, nodes, global_batch=dp), Candidate.parse(f"tp=1,pp=1,dp={dp}"))
-    script = files_of(job_of(plan, "slurm plain")).texts["train.sbatch"]
-    lines = re.findall(r"#SBATCH --segment=(\d+)\n", script)
-    assert lines == ([str(segment)] if segment else [])
+    return job_of(plan, "slurm plain")
+
+
+OLD_SBATCH = 'case $* in *--segment*) echo "sbatch: unrecognized option" >&2; exit 255 ;; esac\n'
+
+
+@pytest.mark.parametrize("knows", [True, False])
+@pytest.mark.parametrize(
+    ("cluster", "nodes", "segment"),
+    [("gb200", 32, 16), ("gb300", 4, 4), ("gb200", 20, 10), ("gb200", 37, None), ("h100", 32, None)],
+)
+def test_a_slurm_that_knows_racks_takes_as_many_nodes_of_each_as_the_plan_has_counted_on(
+    cluster: str, nodes: int, segment: int | None, knows: bool, tmp_path: Path
+) -> None:
+    assert SHELLCHECK
+    texts, sbatch, told = files_of(rack_job(cluster, nodes)).texts, tmp_path / "sbatch", tmp_path / "told"
+    assert "--segment" not in texts["train.sbatch"], "an older Slurm would take no job"
+    sbatch.write_text(f'#!/bin/bash\n{"" if knows else OLD_SBATCH}echo "$@" >> "{told}"; echo 5\n', encoding="utf-8")
+    sbatch.chmod(0o755)
+    (tmp_path / "submit.sh").write_text(texts["submit.sh"], encoding="utf-8")
+    done = subprocess.run([SHELLCHECK, "submit.sh"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert not done.stdout and not done.returncode
+    variables = {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
+    done = subprocess.run(
+        ["bash", "submit.sh"], cwd=tmp_path, env=variables, capture_output=True, text=True, check=False
+    )
+    more = f" --segment={segment}" if segment and knows else ""
+    assert told.read_text(encoding="utf-8").splitlines()[-1] == f"--parsable{more} train.sbatch"
+    assert not done.returncode and "training job: 5\n" in done.stdout
+    assert ("nodes may lie in more racks" in done.stderr) == bool(segment and not knows)
 
 
 @pytest.mark.parametrize("under", SCHEDULERS)
