@@ -26,19 +26,24 @@ _WAIT_S = 120  # for a file of node 0 to be seen: file systems over a network ma
 # pkg/controller.v1/pytorch/envvar.go).
 _MEETINGS: Mapping[str, tuple[str, str, str, str]] = {  # node, address, port, start
     "slurm": (
-        "$SLURM_NODEID",
+        "${SLURM_NODEID:?srun of a job starts this script: bash submit.sh}",
         '$(scontrol show hostnames "$SLURM_STEP_NODELIST" | sed -n 1p)',
         "$((20000 + SLURM_JOB_ID % 10000))",
         "$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}",
     ),
     "pyxis": (  # scontrol is not in the container
-        "$SLURM_NODEID",
+        "${SLURM_NODEID:?srun of a job starts this script: bash submit.sh}",
         "$(python3 -c \"from autoshard.runtime.launch import first_node; print(first_node('$SLURM_STEP_NODELIST'))\")",
         "$((20000 + SLURM_JOB_ID % 10000))",
         "$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}",
     ),
-    "trainjob": ("$JOB_COMPLETION_INDEX", "$MASTER_ADDR", "29500", "$MASTER_ADDR"),
-    "pytorchjob": ("$RANK", "$MASTER_ADDR", "$MASTER_PORT", "$MASTER_PORT"),
+    "trainjob": (
+        "${JOB_COMPLETION_INDEX:?a pod starts this script: bash submit.sh}",
+        "$MASTER_ADDR",
+        "29500",
+        "$MASTER_ADDR",
+    ),
+    "pytorchjob": ("${RANK:?a pod starts this script: bash submit.sh}", "$MASTER_ADDR", "$MASTER_PORT", "$MASTER_PORT"),
     "torchrun": (
         "${NODE_RANK:?say which node this is: NODE_RANK=0 on the first}",
         "${MASTER_ADDR:?name the first node: MASTER_ADDR=its address}",

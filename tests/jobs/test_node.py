@@ -14,7 +14,7 @@ import pytest
 from autoshard.jobs.job import Job
 from autoshard.plan.environment import environment
 from autoshard.runtime.launch import put_environment
-from tests.jobs.cases import FIRST, OTHERS, files_of, job_of, plan_of
+from tests.jobs.cases import FIRST, OTHERS, SCHEDULERS, files_of, job_of, plan_of
 
 # In the place of torchrun: what it is told, and its environment.
 TOLD = f"#!{sys.executable} -I\nimport json, os, sys\nprint(json.dumps([sys.argv[1:], dict(os.environ)]))\n"
@@ -161,6 +161,12 @@ def test_setup_runs_before_torchrun_and_may_read_what_is_not_set(tmp_path: Path)
     setup.write_text('export FROM_SETUP="yes$NOT_SET"\n', encoding="utf-8")
     _, found = told(write(job_of(plan_of(FIRST), setup=f"source {setup}"), tmp_path), "train", START)
     assert found["FROM_SETUP"] == "yes"
+
+
+@pytest.mark.parametrize("under", [one for one in SCHEDULERS if one != "torchrun"])
+def test_a_script_that_its_scheduler_has_not_started_says_so(under: str, tmp_path: Path) -> None:
+    done = node(write(job_of(plan_of(FIRST), under), tmp_path), "train", {})
+    assert done.returncode and not done.stdout and done.stderr.endswith(" starts this script: bash submit.sh\n")
 
 
 @pytest.mark.parametrize(
