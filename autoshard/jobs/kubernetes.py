@@ -8,10 +8,10 @@ from typing import Any
 from autoshard.errors import require
 from autoshard.extensions import EXTENSIONS
 from autoshard.jobs.job import FIRST, HERE, NODE, PLAN, STRICT, SUBMIT, TRAINING, Files, Job, yaml_text
+from autoshard.jobs.place import FILES_AT, MEMORY_AT
 from autoshard.jobs.quoting import shell_words
 from autoshard.jobs.shell import node_text
 
-FILES_AT = "/job"  # where the files of the job lie in a container
 _TRAINER = "trainer.kubeflow.org"
 # In a job's life; autoshard refuses a sixth start that takes no step. The training operator counts each pod's own.
 _MOST_RESTARTS = 20
@@ -83,6 +83,7 @@ def kubernetes_files(job: Job) -> Files:
         *job.title(f"Submits the job: bash {SUBMIT}. The files of the job go into a ConfigMap."),
         STRICT,
         HERE,
+        *_not_there_yet(f"{kind}/{job.name}"),
         f"kubectl create configmap {job.name} {sources} --dry-run=client -o yaml | kubectl apply -f -",
         *steps,
         f"kubectl apply -f {'job' if kind == 'trainjob' else 'train'}.yaml",
@@ -158,7 +159,7 @@ def _pod(job: Job, stage: str, variables: Mapping[str, str]) -> dict[str, Any]:
     host = _HOSTS.get(job.plan.cluster.name)
     if job.num_nodes > 1 and host:
         devices["vpc.amazonaws.com/efa"] = str(host.num_efa)
-    mounts = {"files": FILES_AT, "shared": place.volume, "memory": "/dev/shm"}
+    mounts = {"files": FILES_AT, "shared": place.volume, "memory": MEMORY_AT}
     container = {
         "name": "node" if place.kind == "trainjob" else "pytorch",
         "image": place.image,
@@ -178,6 +179,18 @@ def _pod(job: Job, stage: str, variables: Mapping[str, str]) -> dict[str, Any]:
     return {**selector, **ends, "containers": [container], "volumes": volumes}
 
 
+def _not_there_yet(training: str) -> list[str]:
+    """Refuse a job that is there: kubectl apply would change files under its pods, and start none that has ended."""
+    return [
+        f"there=$(kubectl get {training} --ignore-not-found --output name)",
+        'if [[ -n "$there" ]]; then',
+        f'  echo "{training} is there already. To start it again, from its newest checkpoint:" >&2',
+        f'  echo "kubectl delete {training}, and then this script" >&2',
+        "  exit 1",
+        "fi",
+    ]
+
+
 def _compiled_first(job: Job) -> list[str]:
     """Return the wait for the compile job: a PyTorchJob cannot depend on another."""
     name = f"{job.name}-compile"
@@ -188,7 +201,9 @@ def _compiled_first(job: Job) -> list[str]:
         "while true; do",
         f"  case $(kubectl get pytorchjob {name} -o jsonpath='{state}') in",
         "    *Succeeded*) break ;;",
-        f'    *Failed*) echo "{name} failed: kubectl logs {name}-master-0" >&2; exit 1 ;;',
+        "    *Failed*)",
+        f'      echo "{name} failed: kubectl logs {name}-master-0; to try again, kubectl delete pytorchjob {name}" >&2',
+        "      exit 1 ;;",
         "  esac",
         "  sleep 10",
         "done",

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from posixpath import normpath
 from typing import Literal
 
 from autoshard.errors import require
@@ -19,6 +20,9 @@ _PROFILES: Mapping[str, tuple[str, ...]] = {  # HyperPod starts jobs of Kubernet
     "k8s": ("trainjob", "pytorchjob", "hyperpod"),
     "torchrun": ("",),
 }
+FILES_AT, MEMORY_AT = "/job", "/dev/shm"  # where a container of Kubernetes has the job's files, and shared memory
+_OF_CONTAINER = rf"/+(({FILES_AT[1:]}|dev|proc|sys)(/.*)?)?"  # a volume here would hide what it needs
+_CLAIM = r"(?=.{1,253}$)[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*"  # DNS-1123 subdomain
 TO_SBATCH = ("account", "qos", "reservation", "exclude")  # options that go to sbatch under their own names
 _TAKES: Mapping[str, tuple[str, ...]] = {
     "slurm": ("profile", "partition", "time", "on_failure", *TO_SBATCH, "container_image", "container_mounts"),
@@ -76,9 +80,9 @@ class JobPlace:
         )
         profiles, whose = _PROFILES[self.scheduler], "Slurm's" if self.scheduler == "slurm" else "Kubernetes'"
         forms = {
-            "claim": (r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?", "the name of a claim"),
+            "claim": (_CLAIM, "the name of a claim"),
             "image": (r"\S+", "the name of an image"),
-            "mount": ("/.*", "a folder from / on"),
+            "mount": ("/[^:]*", "a folder from / on, without a colon"),
             **dict.fromkeys(("partition", "account", "qos", "reservation"), (r"[\w.,+-]+", "a name")),
             "exclude": (r"[\w.,\[\]-]+", "names of nodes, like trn-3,trn-[7-8]"),
             "container_image": (r"[\w.,:/@#+-]+", "an image, like registry#name:tag, or a .sqsh file"),
@@ -86,12 +90,14 @@ class JobPlace:
         }
         alone = self.container_mounts is None or self.container_image is not None
         minutes = self.time is None or limit_s(self.time) or 0
+        mount = normpath(self.mount or "/fsx")
         replaces = self.on_failure == "replan" and self.profile == "hyperpod"
         require(
             (self.kind in profiles, "profile", f"{self.profile!r} is none of {whose}: {', '.join(profiles)}"),
             (bool(minutes), "time", f"must be {_TIME}, not {self.time!r}. Leave it out for the partition's own"),
             (alone, "container_mounts", "mounts into a container. Name that too: --container-image"),
             (not replaces, "on_failure", "hyperpod replaces nodes that are lost. Leave it out"),
+            (not re.fullmatch(_OF_CONTAINER, mount), "mount", f"{mount} is the container's own. Choose one like /fsx"),
             *((False, "mount", message) for message in path_faults(given.get("mount", "/"))),
             *((bool(re.fullmatch(form, given.get(name, ""))), name, f"must be {what}, not {given.get(name)!r}")
               for name, (form, what) in forms.items() if name in given),

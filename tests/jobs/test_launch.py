@@ -228,7 +228,10 @@ def test_submitting_says_jobs_the_line_to_watch_and_the_log(
 def test_a_pytorch_job_is_submitted_when_its_graphs_are_compiled(
     state: str, code: int, here: Path, program: Callable[[str, str], None], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    program("kubectl", f'echo "$*" | cut -c1-40 >> $TOLD; case $1 in get) echo Created {state} ;; esac')
+    program(
+        "kubectl",
+        f'echo "$*" | cut -c1-40 >> $TOLD; case $* in *"--output name") ;; get*) echo Created {state} ;; esac',
+    )
     assert typed(f"{K8S} --profile pytorchjob --submit") == code
     told = (here / "told").read_text().splitlines()
     assert any(line.startswith("create configmap llama3-70b-") for line in told) and "apply -f compile.yaml" in told
@@ -236,3 +239,15 @@ def test_a_pytorch_job_is_submitted_when_its_graphs_are_compiled(
     said = capfd.readouterr()
     assert ("watch: kubectl get pytorchjob llama3-70b-" in said.out) == (code == 0)
     assert ("-compile failed: kubectl logs llama3-70b-" in said.err) == (code == 3)
+
+
+@pytest.mark.parametrize("profile", ["trainjob", "pytorchjob"])
+def test_a_job_of_kubernetes_that_is_there_is_left_as_it_is(
+    profile: str, here: Path, program: Callable[[str, str], None], capfd: pytest.CaptureFixture[str]
+) -> None:
+    program("kubectl", 'echo "$*" >> $TOLD; case $* in get*name) echo it ;; get*) echo Failed ;; esac')
+    assert typed(f"{K8S} --profile {profile} --name mine --submit") == 3
+    says = f"{profile}/mine is there already. To start it again, from its newest checkpoint:"
+    assert capfd.readouterr().err.splitlines()[:2] == [says, f"kubectl delete {profile}/mine, and then this script"]
+    (asked,) = (here / "told").read_text(encoding="utf-8").splitlines()
+    assert asked == f"get {profile}/mine --ignore-not-found --output name"

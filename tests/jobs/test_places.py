@@ -65,6 +65,24 @@ def test_what_sbatch_would_read_otherwise_is_refused(options: dict[str, str], sa
         JobPlace(scheduler="torchrun", **options)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        *(({"mount": path}, "mount: ") for path in ("/", "//", "/job", "/job/", "/job/./", "/job/data", "/dev/shm")),
+        ({"mount": "/fsx:/fsx"}, "mount: must be a folder from / on, without a colon"),
+        *(({"claim": name}, "claim: must be the name of a claim") for name in ("a..b", "a.-b", "a" * 254, "")),
+    ],
+)
+def test_a_volume_that_kubernetes_would_not_mount_is_refused(options: dict[str, str], says: str) -> None:
+    with pytest.raises(InputError, match=re.escape(says)):
+        JobPlace(**{"scheduler": "k8s", "image": "a", "claim": "a", **options})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("options", [{"mount": "/jobs"}, {"mount": "/mnt/job"}, {"claim": "a-1.b"}, {"claim": "0"}])
+def test_any_other_volume_is_mounted(options: dict[str, str]) -> None:
+    JobPlace(**{"scheduler": "k8s", "image": "a", "claim": "a", **options})  # type: ignore[arg-type]
+
+
 def pods(job: Job) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
 
