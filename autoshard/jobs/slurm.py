@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from autoshard.cost.storage import resuming, stopping
 from autoshard.errors import require
 from autoshard.extensions import EXTENSIONS
-from autoshard.jobs.job import FIRST, HERE, NODE, STRICT, SUBMIT, Files, Job
+from autoshard.jobs.job import FIRST, HERE, NODE, STRICT, SUBMIT, Files, Job, default_name
 from autoshard.jobs.place import TO_SBATCH
 from autoshard.jobs.quoting import shell_words, word
 from autoshard.jobs.shell import node_text, setup_lines
@@ -157,7 +157,9 @@ def _replanned(job: Job) -> Iterator[str]:
     """Yield a shell function that submits a plan for the remaining nodes, if they are fewer than those of the plan."""
     place = job.place
     names = ("partition", "time", *TO_SBATCH, "container_image", "container_mounts")
+    chosen = job.name if job.name != default_name(job.plan) else None  # else the next plan's own tells the two apart
     given = {"profile": place.kind, **{name: getattr(place, name) for name in names}, "setup": job.setup or None}
+    given |= {"name": chosen}
     again = ["--scheduler", "slurm", "--on-failure", "replan", "--submit"]
     again += [f"--{name.replace('_', '-')}={value}" for name, value in given.items() if value is not None]
     extend = "".join(f" {word(f'--extend={path.name}')}" for path in EXTENSIONS.files)

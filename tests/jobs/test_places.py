@@ -34,6 +34,11 @@ def test_both_jobs_of_slurm_say_who_pays_and_which_nodes_are_meant() -> None:
     assert "account" not in "".join(files_of(placed()).texts.values())
 
 
+def test_a_job_that_is_planned_again_keeps_the_name_that_was_chosen() -> None:
+    assert "--name=mine" in files_of(replace(placed(), name="mine")).texts["train.sbatch"]
+    assert "--name" not in files_of(placed()).texts["train.sbatch"].replace("--job-name", "")
+
+
 def test_nodes_work_in_a_container_that_has_the_folder_of_the_job() -> None:
     texts = files_of(placed(**PYXIS)).texts
     where = "--container-image='registry#autoshard:1' --container-mounts=\"$PWD:$PWD\",/fsx:/fsx,/data"
