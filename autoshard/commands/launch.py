@@ -12,7 +12,7 @@ from autoshard.commands.output import print_answer, print_refused
 from autoshard.commands.plan import plan_of
 from autoshard.commands.writing.places import folder_checks
 from autoshard.cost.predict import check_plan
-from autoshard.errors import RunFailed, file_faults, require
+from autoshard.errors import Check, RunFailed, file_faults, require
 from autoshard.files import replace_text
 from autoshard.jobs.job import NODE, PLAN, SUBMIT, Files, Job, default_name
 from autoshard.jobs.kubernetes import kubernetes_files
@@ -59,7 +59,7 @@ def launch(
         training: Steps, data, checkpoints and other options of training.
         question: The question of a recipe.
     """
-    require(*folder_checks(out))
+    require(*folder_checks(out), _log_check(out, place))
     checked = check_plan(plan_of(plan, question, nodes), to_run=True)
     if checked.rejections:
         return print_refused(checked.rejections, json=json)
@@ -90,6 +90,13 @@ def launch(
     elif not submit:
         print(_summary(job, files, out, edited))
     return 0
+
+
+def _log_check(out: Path, place: JobPlace) -> Check:
+    """Check that Slurm writes the log into the folder of a job."""
+    plain = place.scheduler != "slurm" or "%" not in str(out.absolute())
+    signs = "Slurm takes % in the folder of a job for a sign of its own, and writes no log. Choose another"
+    return plain, f"--out {out}", signs
 
 
 def _from_anywhere(training: Training, path: Path, volume: str | None) -> Training:

@@ -241,6 +241,15 @@ def test_a_pytorch_job_is_submitted_when_its_graphs_are_compiled(
     assert ("-compile failed: kubectl logs llama3-70b-" in said.err) == (code == 3)
 
 
+@pytest.mark.parametrize(("line", "code"), [(SLURM, 2), (TORCHRUN, 0)])
+def test_a_folder_in_which_slurm_would_write_no_log_is_refused(
+    line: str, code: int, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert typed(f"{line} --out 50%n/job") == code
+    assert ("--out 50%n/job: Slurm takes % in the folder" in capsys.readouterr().err) == bool(code)
+    assert (here / "50%n").exists() != bool(code)
+
+
 @pytest.mark.parametrize("profile", ["trainjob", "pytorchjob"])
 def test_a_job_of_kubernetes_that_is_there_is_left_as_it_is(
     profile: str, here: Path, program: Callable[[str, str], None], capfd: pytest.CaptureFixture[str]
