@@ -8,7 +8,7 @@ from autoshard.units import format_bytes, format_count
 Cell = str | int | float | None
 Entry = dict[str, Cell]
 _HEADINGS = {
-    "rank_memory_bytes": "memory a rank",
+    "rank_memory_bytes": "rank memory",
     "rank_bf16_flops_per_s": "bf16 FLOP/s a rank",
     "price_usd_per_node_hour": "USD a node hour",
     "price_date": "on demand as of (check yours)",
