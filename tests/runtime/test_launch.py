@@ -176,11 +176,11 @@ def test_ranks_that_were_started_one_by_one_hear_at_once_what_the_first_refuses(
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
     line, two_ranks = ("run", "tiny.json", *words.split()), world(2)
-    with (
-        started(tmp_path, *line, RANK="1", **two_ranks) as two,
-        started(tmp_path, *line, RANK="0", **two_ranks) as one,
-    ):
-        (_, refusal), (_, heard) = one.communicate(timeout=120), two.communicate(timeout=60)
+    with started(tmp_path, *line, RANK="1", **two_ranks) as two:
+        loads = Path(f"/proc/{two.pid}/maps")  # the first waits 30 s for others: on a busy machine torch takes longer
+        wait_until(lambda: not loads.exists() or "libtorch" in loads.read_text(), "the second loads torch")
+        with started(tmp_path, *line, RANK="0", **two_ranks) as one:
+            (_, refusal), (_, heard) = one.communicate(timeout=120), two.communicate(timeout=60)
     assert (one.returncode, two.returncode) == (2, 3) and said in refusal
     refused = f"autoshard: rank 0 does not take the run up: {said}"  # torch may warn before
     assert any(line.startswith(refused) for line in heard.splitlines()) and "Traceback" not in heard
