@@ -15,7 +15,13 @@ from autoshard.commands.writing.here import on_this_machine
 from autoshard.commands.writing.machines import compare_machines, sized
 from autoshard.commands.writing.modes import idle_options
 from autoshard.commands.writing.places import place_checks
-from autoshard.commands.writing.resizing import planned_size, request_like, resume_command, resuming_answer
+from autoshard.commands.writing.resizing import (
+    LikeQuestion,
+    request_like,
+    resume_command,
+    resuming_answer,
+    same_answer,
+)
 from autoshard.commands.writing.target import Target, Written
 from autoshard.cost.timeline import rank_times
 from autoshard.errors import Check, InputError, NoPlan, inside, require
@@ -31,7 +37,7 @@ from autoshard.search.ask.answers import NAMES, PlanResult, answers_of
 from autoshard.search.ask.api import request_of
 from autoshard.search.ask.choice.doubt import DOUBT, Within
 from autoshard.search.ask.no_plan import better_sizes, unanswered, why_none_yet
-from autoshard.search.ask.planner import Known, SearchResult, at_most, frontier, search
+from autoshard.search.ask.planner import Known, SearchResult, frontier, search
 from autoshard.search.bound.request import Request, rejections_of, resolved
 from autoshard.search.fill.stage_filling import EVERYTHING, PROVEN, Effort
 from autoshard.spec.model import ModelSpec
@@ -129,7 +135,8 @@ def plan(
         module: Instead of --model, a torch.nn.Module that makes logits or a loss of tokens: FILE.py:FUNCTION, which
             returns it.
         nodes: How many nodes the cluster has; several with --pareto, e.g. 4,8,16. Default: 1.
-        like: Ask what this plan file has answered again, for at most --nodes, and say what resuming costs.
+        like: Ask what this plan file has answered again, for at most --nodes, with what it fixed; say what resuming
+            costs.
         pareto: Show what no plan betters in step time, memory and dollars at once, over all --nodes; write the fastest.
         at: Evaluate exactly this layout, even one that is refused, and say why.
         choose: Which plan to write: fastest, simple (the simplest within the doubt about the fastest), vendor (the
@@ -145,7 +152,7 @@ def plan(
     to.refuse_to_replace(like, searches=at is None)
     selection = num_searched(choose, top), choose
     if like is not None:
-        return _answer_again(like, request_like(like, question, nodes), options, to, selection)
+        return _answer_again(like, request_like(like, question, nodes, options.applied), options, to, selection)
     if several or to.deadline or to.budget:
         return _of_machines(question, options, to, nodes, selection)
     request, *larger = options.requests(on_this_machine(question), nodes, module)
@@ -229,21 +236,22 @@ def _with_code(plan: Plan, module: str | None) -> Plan:
 
 
 def _answer_again(
-    path: Path, answered: tuple[Plan, Request], options: SearchOptions, to: Target, selection: tuple[int, str | None]
+    path: Path, question: LikeQuestion, options: SearchOptions, to: Target, selection: tuple[int, str | None]
 ) -> int:
     """Answer the question of a plan for at most so many nodes: show so many plans, and write the one that is chosen."""
-    (old, request), (num_plans, choose) = answered, selection
+    old, (num_plans, choose) = question.old, selection
     with _searching(options) as watch:
 
         def ask(request: Request, points: Known) -> SearchResult:
             return search(request, num_plans, watch, simple_within=options.simple_within, known=points)
 
-        answer = at_most(options.applied(request), planned_size(old), watch, ask)
+        answer, not_kept = question.answered(watch, ask)
         _refuse_none(answer.request, answer.found, watch)
     result = answers_of(answer.request, answer.found, choose)
+    result = result if choose else same_answer(old, result)
 
     def about(new: Plan) -> tuple[dict[str, Any], str]:
-        data, sentences = resuming_answer(old, new, answer.sizes)
+        data, sentences = resuming_answer(old, new, answer.sizes, not_kept)
         again = resume_command(path, to.out)
         return data, f"{sentences}\nto go on: {again}" if again else sentences
 

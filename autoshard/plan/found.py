@@ -8,7 +8,7 @@ from autoshard.errors import require
 from autoshard.plan.explanation import Answer, Certificate, Ratio, Refusal
 from autoshard.plan.plan import SEARCH, Plan, rounded
 from autoshard.spec.files import parsed_json
-from autoshard.spec.record import decode, encode
+from autoshard.spec.record import decode, encode, option
 
 _WHERE = f"provenance.{SEARCH}"
 _MOST_LAYOUTS = 60
@@ -65,7 +65,11 @@ class SolvedLayout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchRecord:
-    """What a search has proven, the plans that answer its question, the layouts it solved, and what Rules refused."""
+    """What a search has proven, the plans that answer its question, the layouts it solved, and what Rules refused.
+
+    ``fix`` and ``pins`` are what the question fixed, as ``--fix`` and ``--pin`` take it: keys of the layout, and the
+    layouts of tensors.
+    """
 
     statement: str
     accounting: str
@@ -74,6 +78,8 @@ class SearchRecord:
     answers: tuple[FoundPlan, ...]
     layouts: tuple[SolvedLayout, ...]
     refusals: tuple[Refusal, ...]
+    fix: str = option("")
+    pins: tuple[str, ...] = option(())
 
     def __post_init__(self) -> None:
         require((bool(self.answers), "answers", "must hold the plan itself, at least"))
@@ -92,6 +98,10 @@ class SearchRecord:
             layouts=_worth_drawing(layouts),
             refusals=certificate.refusals,
         )
+
+    def names_of(self, plan: Plan) -> tuple[str, ...]:
+        """Return the names of the answers whose layout a plan has."""
+        return tuple(answer.name for answer in self.answers if answer.candidate == str(plan.candidate))
 
     def kept_in(self, plan: Plan) -> Plan:
         """Return the plan with this record; its prediction stays that of the plan, which is the same without it."""

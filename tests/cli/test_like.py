@@ -21,12 +21,12 @@ def old(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 def test_fewer_nodes_answer_the_same_question(old: Path, typed: Typed):
-    code, out, _ = typed(f"plan --like {old} --nodes 2 --fix tp=8,mbs=1,cp=1,vp=1")
+    code, out, _ = typed(f"plan --like {old} --nodes 2")
     assert code == 0 and "after 4 x trn1.32xlarge: 2 x trn1.32xlarge, the same 256 sequences a step" in out
     assert "of state from a checkpoint" in out and "assumed: FSx for Lustre" in out
     left = Path("plan.json").read_bytes()
     assert typed(f"{ASKED} --nodes 2")[0] == 0 and Path("plan.json").read_bytes() == left
-    found = json.loads(typed(f"plan --like {old} --nodes 3 --json --fix tp=8,mbs=1,cp=1,vp=1")[1])
+    found = json.loads(typed(f"plan --like {old} --nodes 3 --json")[1])
     like = found["like"]
     assert like["nodes"] == {"before": 4, "left": 3, "after": 2} and like["tried"][0]["num_nodes"] == 3
     assert like["step"]["after_s"] == found["plan"]["prediction"]["step_time_s"] > like["step"]["before_s"]
@@ -40,7 +40,7 @@ def test_nodes_that_divide_badly_stay_spare(old: Path, typed: Typed):
         "plan --model llama3-8b --global-batch 256 --seq-len 4096 --nodes 8 --fix tp=8 --out eight.json"
     )
     assert code == 0
-    out = typed("plan --like eight.json --nodes 7 --fix tp=8")[1]
+    out = typed("plan --like eight.json --nodes 7")[1]
     assert "after 8 x trn1.32xlarge: 6 x trn1.32xlarge" in out and load(Path("plan.json")).cluster.num_nodes == 6
     (line,) = (line for line in out.splitlines() if "spare" in line)
     assert line.startswith("6 of 7 nodes, 1 spare, because a step takes longer on others: 7 nodes ")
@@ -51,11 +51,9 @@ def test_nodes_that_divide_badly_stay_spare(old: Path, typed: Typed):
 def test_how_to_go_on_with_a_run_is_said(old: Path, typed: Typed):
     Path("my run").mkdir()
     Path("my run", "plan.json").write_bytes(old.read_bytes())
-    assert (
-        "to go on" not in typed("plan --like 'my run/plan.json' --nodes 2 --fix tp=8,mbs=1,cp=1,vp=1 --out two.json")[1]
-    )
+    assert "to go on" not in typed("plan --like 'my run/plan.json' --nodes 2 --out two.json")[1]
     Path("my run", "training.json").write_text("{}", encoding="utf-8")
-    out = typed("plan --like 'my run/plan.json' --nodes 2 --fix tp=8,mbs=1,cp=1,vp=1 --out two.json --force")[1]
+    out = typed("plan --like 'my run/plan.json' --nodes 2 --out two.json --force")[1]
     assert "\nto go on: autoshard run two.json --out 'my run'\n" in out
 
 
@@ -81,3 +79,37 @@ def test_this_machine_has_ranks_left(typed: Typed):
     out = typed("plan --like old.json --ranks 2")[1]
     assert "after 4 ranks: 2 ranks, the same 32 sequences a step" in out
     assert load(Path("plan.json")).cluster.num_ranks == 2
+
+
+SMALL = "plan --model tiny-llama --cluster h100 --seq-len 64 --global-batch 64"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fixed", "more", "question"),
+    [
+        ("--fix tp=2,pp=1,dp=8,kernels=te", "", "--fix kernels=te,tp=2,pp=1"),
+        ("--fix pp=2,kernels=te", "--fix tp=2,pp=1", "--fix kernels=te,tp=2,pp=1"),
+        (
+            "--fix tp=2,pp=1 --pin 'up=[batch/dp, seq, ffn/tp]'",
+            "",
+            "--fix tp=2,pp=1 --pin 'up=[batch/dp, seq, ffn/tp]'",
+        ),
+        ("--fix tp=2,pp=1 --choose fastest", "", "--fix tp=2,pp=1 --choose fastest"),
+    ],
+)
+def test_what_the_question_fixed_holds_for_fewer_nodes(fixed: str, more: str, question: str, typed: Typed):
+    """The kernels hold with their constants, what is typed now replaces keys, and dp follows from the nodes."""
+    assert typed(f"{SMALL} --nodes 2 {fixed} --out old.json")[0] == 0
+    assert typed(f"plan --like old.json --nodes 1 {more}")[0] == 0
+    assert typed(f"{SMALL} --nodes 1 {question} --out asked.json")[0] == 0
+    assert Path("plan.json").read_bytes() == Path("asked.json").read_bytes()
+
+
+def test_what_fewer_nodes_cannot_keep_is_let_go_and_said(typed: Typed):
+    assert typed(f"{SMALL} --nodes 2 --fix tp=1,cp=16,kernels=te --out old.json")[0] == 0
+    code, out, _ = typed("plan --like old.json --nodes 1")
+    assert code == 0 and "not kept, because no plan of so few nodes can: --fix tp=1,cp=16\n" in out
+    assert load(Path("plan.json")).kernels == "te"
+    code, _, err = typed("plan --like old.json --nodes 1 --fix cp=16")  # what is typed now is never let go
+    assert code == 2 and "cp=16" in err

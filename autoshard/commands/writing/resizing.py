@@ -2,8 +2,8 @@
 
 import math
 import shlex
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +14,18 @@ from autoshard.cost.predict import check_plan
 from autoshard.cost.storage import resuming, storage_of
 from autoshard.errors import Fault, InputError, require
 from autoshard.extensions import EXTENSIONS
+from autoshard.plan.candidate import parse_pins, pins_text
 from autoshard.plan.codec import load
 from autoshard.plan.diff import diff
+from autoshard.plan.found import search_record
 from autoshard.plan.plan import Plan
 from autoshard.run.folder import PLAN, TRAINING
+from autoshard.search.ask.answers import PlanResult
 from autoshard.search.ask.api import engines_of, layouts_of, pins_from_text
-from autoshard.search.ask.planner import Size
+from autoshard.search.ask.planner import AtMost, Known, SearchResult, Size, at_most
 from autoshard.search.bound.request import Request
+from autoshard.search.bound.space import Pins, default_kernels
+from autoshard.search.bound.watch import Watch
 from autoshard.spec.cluster import LOCAL, Cluster
 from autoshard.spec.price import with_user_price
 from autoshard.spec.recipe import QuestionOptions
@@ -28,8 +33,40 @@ from autoshard.spec.record import encode
 from autoshard.units import counted, format_bytes, format_count, format_seconds
 
 
-def request_like(path: Path, question: QuestionOptions, nodes: Counts) -> tuple[Plan, Request]:
-    """Return a plan, and its question for other nodes: the same model, work and global batch."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LikeQuestion:
+    """The question of a plan for other nodes: the same model, work, global batch, and what it fixed.
+
+    ``freed`` is the question without what the plan's own question fixed; None where nothing is kept from there.
+    """
+
+    old: Plan
+    request: Request
+    freed: Request | None
+
+    def answered(self, watch: Watch, ask: Callable[[Request, Known], SearchResult]) -> tuple[AtMost, str]:
+        """Return the answer, and what was fixed and is not kept, because no number of nodes allows it."""
+        prediction = self.old.prediction
+        assert prediction, "a checked plan has one"
+        before = Size(num_nodes=self.old.cluster.num_nodes, step_s=prediction.step_time_s)
+        try:
+            answer = at_most(self.request, before, watch, ask)
+        except InputError:  # the ranks cannot keep what is fixed
+            if self.freed is None:
+                raise
+        else:
+            if self.freed is None or answer.found.plans or answer.found.certificate.stopped:
+                return answer, ""
+        gone = {key: value for key, value in self.request.pins.items() if key not in self.freed.pins}
+        layouts = [f"--pin '{pin.tensor}={pin.layout}'" for pin in self.request.layouts]
+        words = [*([f"--fix {pins_text(gone)}"] if gone else []), *(layouts if not self.freed.layouts else [])]
+        return at_most(self.freed, before, watch, ask), " ".join(words)
+
+
+def request_like(
+    path: Path, question: QuestionOptions, nodes: Counts, applied: Callable[[Request], Request]
+) -> LikeQuestion:
+    """Read a plan, and ask its question for other nodes, to which options of the search are applied."""
     again = question.given.keys() - {"ranks", "engine", "headroom", "calibration", "fix", "pins", "price"}
     why = f"is part of the question of {path}, which --like repeats. Leave it out"
     require(*((False, f"--{name.replace('_', '-')}", why) for name in sorted(again)))
@@ -37,23 +74,48 @@ def request_like(path: Path, question: QuestionOptions, nodes: Counts) -> tuple[
     if read.plan.prediction is None:
         raise InputError(Fault(where=f"--like {path}", message=str(rejection)) for rejection in read.rejections)
     old, constants = read.plan, question.calibration
-    request = Request(
-        model=old.model,
-        cluster=with_user_price(_cluster_left(old, question.ranks, nodes[0] if nodes else 0), question.price),
-        workload=old.workload,
-        headroom=old.headroom if question.headroom is None else question.headroom,
-        engines=engines_of(old.cluster, question.engine or old.engine),
-        pins=pins_from_text(question.fix),
-        layouts=layouts_of(question.pins),
-        calibration=load_calibration(Path(constants)) if constants else calibration_of(old),
+    engines = engines_of(old.cluster, question.engine or old.engine)
+    fixed, layouts = _fixed_in(old)
+    stated, usual = pins_from_text(question.fix), {engine: default_kernels(old.cluster, engine) for engine in engines}
+    kernels = {"kernels": old.kernels} if usual.get(old.engine, old.kernels) != old.kernels else {}
+    pins = {**kernels, **(stated or fixed)}
+    # What the plan carries holds for its kernels alone.
+    carried = calibration_of(old) if {pins.get("kernels", name) for name in usual.values()} == {old.kernels} else None
+    request = applied(
+        Request(
+            model=old.model,
+            cluster=with_user_price(_cluster_left(old, question.ranks, nodes[0] if nodes else 0), question.price),
+            workload=old.workload,
+            headroom=old.headroom if question.headroom is None else question.headroom,
+            engines=engines,
+            pins=pins,
+            layouts=layouts_of(question.pins or layouts),
+            calibration=load_calibration(Path(constants)) if constants else carried,
+        )
     )
-    return old, request
+    freed = replace(
+        request,
+        pins=request.pins if stated else kernels,
+        layouts=request.layouts if question.pins else (),
+    )
+    return LikeQuestion(old=old, request=request, freed=None if freed == request else freed)
 
 
-def planned_size(plan: Plan) -> Size:
-    """Return how long a step takes on the nodes of a plan."""
-    assert plan.prediction, "a checked plan has one"
-    return Size(num_nodes=plan.cluster.num_nodes, step_s=plan.prediction.step_time_s)
+def _fixed_in(plan: Plan) -> tuple[Pins, Mapping[str, str]]:
+    """Return the keys that the question of a plan fixed, but for dp, which follows from the nodes; and the tensors."""
+    record = search_record(plan)
+    if record is None:
+        return {}, {}
+    keys = {key: value for key, value in parse_pins(record.fix).items() if key != "dp"}
+    return keys, {tensor: layout for tensor, _, layout in (pin.partition("=") for pin in record.pins)}
+
+
+def same_answer(old: Plan, result: PlanResult) -> PlanResult:
+    """Return answers of which that one is preferred whose name the old plan had, where they have it."""
+    record = search_record(old)
+    names = record.names_of(old) if record else ()
+    name = next((answer.name for answer in result.answers if answer.name in names and not answer.against), result.name)
+    return result if result.name in names or name.isdecimal() else replace(result, name=name)
 
 
 def _cluster_left(old: Plan, ranks: int | None, nodes: int) -> Cluster:
@@ -75,13 +137,20 @@ def _cluster_left(old: Plan, ranks: int | None, nodes: int) -> Cluster:
     return replace(cluster, num_nodes=nodes)
 
 
-def resuming_answer(old: Plan, new: Plan, sizes: Sequence[Size]) -> tuple[dict[str, Any], str]:
+def resuming_answer(old: Plan, new: Plan, sizes: Sequence[Size], not_kept: str) -> tuple[dict[str, Any], str]:
     """Return what changes between two plans of one run and what resuming costs: as data, and for a person."""
     both, read, storage = diff(old, new), resuming(new), storage_of(new.cluster).name
     steps = {"before_s": both.a.step_time_s, "after_s": both.b.step_time_s, "slower_by": both.slower_by}
     nodes = {"before": old.cluster.num_nodes, "left": sizes[0].num_nodes, "after": new.cluster.num_nodes}
     tried = [encode(item) for item in sizes]
-    data = {"nodes": nodes, "tried": tried, "step": steps, "resuming": encode(read), "storage": storage}
+    data = {
+        "nodes": nodes,
+        "tried": tried,
+        "step": steps,
+        "resuming": encode(read),
+        "storage": storage,
+        "not_kept": not_kept,
+    }
     before, after = (
         counted(item.num_ranks, "rank") if item.name == LOCAL else f"{item.num_nodes} x {item.name}"
         for item in (old.cluster, new.cluster)
@@ -91,6 +160,7 @@ def resuming_answer(old: Plan, new: Plan, sizes: Sequence[Size]) -> tuple[dict[s
         "",
         f"after {before}: {after}, the same {counted(new.workload.global_batch, 'sequence')} a step",
         *_spare_lines(new, sizes),
+        *([f"not kept, because no plan of so few nodes can: {not_kept}"] if not_kept else []),
         f"step {format_seconds(both.a.step_time_s)} -> {format_seconds(both.b.step_time_s)} "
         f"({both.slower_by:+.1%}), {speeds[0]} -> {speeds[1]}",
         f"resuming reads {format_bytes(read.state_bytes)} of state from a checkpoint: "

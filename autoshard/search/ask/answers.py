@@ -7,6 +7,7 @@ from pathlib import Path
 
 from autoshard.cost.doubt import ratio_of
 from autoshard.errors import InputError, NoPlan
+from autoshard.plan.candidate import pins_text
 from autoshard.plan.codec import save
 from autoshard.plan.explanation import Answer, Certificate, Ratio
 from autoshard.plan.found import SearchRecord
@@ -137,7 +138,11 @@ def answers_of(request: Request, result: SearchResult, name: str | None = None) 
         for number, plan in enumerate(alternatives, 2)
     ]
     answers = [answers[0], *(replace(answer, ratio=_ratio_to(best, answer.plan)) for answer in answers[1:])]
-    record = SearchRecord.of_search(result.certificate, tuple(answers), result.layouts)
+    record = replace(
+        SearchRecord.of_search(result.certificate, tuple(answers), result.layouts),
+        fix=pins_text(request.pins),
+        pins=tuple(f"{pin.tensor}={pin.layout}" for pin in request.layouts),
+    )
     return PlanResult(
         answers=tuple(replace(answer, plan=record.kept_in(answer.plan)) for answer in answers),
         certificate=result.certificate,
