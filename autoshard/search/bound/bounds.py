@@ -28,6 +28,7 @@ from autoshard.spec.kernels import load_kernels
 
 _FOREVER = 1e30  # seconds of passes behind which as much as possible hides
 _ROUNDED = 64.0  # bytes that rounding up of shards may add to the states of a block, by group of weights
+_HALVINGS = 12  # of the memory of a rank, until a bound of it is near enough
 _ALONE = Schedule(builder="1f1b", num_ranks=1, num_micro_batches=1)
 
 
@@ -154,6 +155,18 @@ class _PipelineRanks:
             times=np.array(times),
         )
 
+    @classmethod
+    def of(cls, schedule: Schedule) -> "_PipelineRanks":
+        """Return the ranks of a schedule; each keeps all its layers as often as the chunk that it keeps least often."""
+        in_flight, counts, ranks = in_flight_of(schedule), counts_of(schedule), np.arange(schedule.num_ranks)
+        fewest = in_flight.reshape(*in_flight.shape[:2], -1, schedule.num_chunks).min(
+            axis=3
+        )  # [rank, time, saved, waits]
+        most = fewest[ranks, fewest[:, :, 0].argmax(axis=1)]
+        flight, waiting = most[:, :1], most[:, 1:] if schedule.splits_backward else 0 * most
+        first, last = ((counts.stages == stage).any(axis=1)[:, None] for stage in (0, schedule.num_stages - 1))
+        return cls(first=first, last=last, flight=flight, waiting=waiting, times=np.ones_like(flight))
+
 
 def _pass_s(blocks: PipelineBlocks, ranks: _PipelineRanks, capacity: float) -> Floats:
     """Return the least time of a micro-batch on all ranks together, if each holds as many layers as it can alone.
@@ -177,17 +190,8 @@ def _layers_s(
     blocks: PipelineBlocks, layers: tuple[BlockTotals, int], ranks: _PipelineRanks, capacity: float
 ) -> Floats:
     """Return the least time of so many layers, in a memory in which there are no others but embedding and head."""
-    kernels = load_kernels(blocks.question.kernels)
-    first, last, flight, (layer, num_layers) = ranks.first, ranks.last, ranks.flight, layers
-    share = kernels.reserved.share if kernels.reserved else 0.0
-    gathered = layer.num_weights * (2.0 if blocks.setting.zero == 3 else 0.0)
-    free = (capacity * (1 + 1e-9) - kernels.runtime_bytes) / (1 + share) - (kernels.workspace_bytes + gathered)
-    of_embed, of_layer, of_head = (_states_bytes(blocks, block) for block in (blocks.embed, layer, blocks.head))
-    head_saved = blocks.head.saved_bytes[0]
-    ends_bytes = first * of_embed + last * (of_head + flight * head_saved)
-    moment = np.maximum(0.0, layer.moment_bytes - (last * head_saved)[:, None]) + ON_THEIR_WAY * layer.host_bytes
-    layer_bytes = of_layer + flight[:, None] * layer.saved_bytes + ranks.waiting[:, None] * layer.waiting_bytes
-    fits = np.maximum(0.0, np.floor(((free - ends_bytes)[:, None] - moment) / np.maximum(layer_bytes, 1.0)))
+    layer, num_layers = layers
+    fits = _LayersOfRanks.of(blocks, layer, ranks).most(capacity)
     order = layer.pass_s.argsort(axis=0)
     most = np.maximum.accumulate(np.take_along_axis(fits, order[None], axis=1), axis=1)
     times = ranks.times[:, None]
@@ -195,6 +199,43 @@ def _layers_s(
     by_kind = np.diff(np.minimum(fits, num_layers), axis=0, prepend=0.0)
     pass_s = (by_kind * np.take_along_axis(layer.pass_s, order, axis=0)).sum(axis=0)
     return np.where(fits[-1] >= num_layers, pass_s, np.inf)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _LayersOfRanks:
+    """What ranks hold at least beside their layers, and for each layer: [rank, kind of recompute, candidate]."""
+
+    besides_bytes: Floats
+    layer_bytes: Floats
+    share: float  # of all of it that an allocator reserves
+    runtime_bytes: float
+
+    @classmethod
+    def of(cls, blocks: PipelineBlocks, layer: BlockTotals, ranks: _PipelineRanks) -> "_LayersOfRanks":
+        """Return what ranks hold that have no other layers than these, but embedding and head."""
+        kernels, first, last, flight = load_kernels(blocks.question.kernels), ranks.first, ranks.last, ranks.flight
+        gathered = layer.num_weights * (2.0 if blocks.setting.zero == 3 else 0.0)
+        of_embed, of_layer, of_head = (_states_bytes(blocks, block) for block in (blocks.embed, layer, blocks.head))
+        head_saved = blocks.head.saved_bytes[0]
+        ends_bytes = first * of_embed + last * (of_head + flight * head_saved)
+        moment = np.maximum(0.0, layer.moment_bytes - (last * head_saved)[:, None]) + ON_THEIR_WAY * layer.host_bytes
+        layer_bytes = of_layer + flight[:, None] * layer.saved_bytes + ranks.waiting[:, None] * layer.waiting_bytes
+        return cls(
+            besides_bytes=ends_bytes[:, None] + moment + (kernels.workspace_bytes + gathered),
+            layer_bytes=np.maximum(layer_bytes, 1.0),
+            share=kernels.reserved.share if kernels.reserved else 0.0,
+            runtime_bytes=kernels.runtime_bytes,
+        )
+
+    def most(self, capacity: Floats | float) -> Floats:
+        """Return how many layers fit on each rank: [rank, kind of recompute, candidate]."""
+        free = (capacity * (1 + 1e-9) - self.runtime_bytes) / (1 + self.share)
+        return np.maximum(0.0, np.floor((free - self.besides_bytes) / self.layer_bytes))
+
+    def holding(self, count: int) -> Floats:
+        """Return the memory in which every rank alone could hold so many layers."""
+        held = (self.besides_bytes + count * self.layer_bytes).min(axis=1).max(axis=0)
+        return held * (1 + self.share) + self.runtime_bytes
 
 
 def _kinds_of_layers(blocks: PipelineBlocks) -> list[tuple[BlockTotals, int]]:
@@ -205,16 +246,31 @@ def _kinds_of_layers(blocks: PipelineBlocks) -> list[tuple[BlockTotals, int]]:
 
 def least_in_flight(blocks: PipelineBlocks, rest_s: Floats, capacity: float) -> Floats:
     """Return a lower bound of the step of each candidate that counts what its ranks keep of micro-batches in flight."""
-    schedule, counts = blocks.schedule, counts_of(blocks.schedule)
-    in_flight, ranks = in_flight_of(schedule), np.arange(schedule.num_ranks)
-    fewest = in_flight.reshape(*in_flight.shape[:2], -1, schedule.num_chunks).min(axis=3)  # [rank, time, saved, waits]
-    most = fewest[ranks, fewest[:, :, 0].argmax(axis=1)]
-    flight, waiting = most[:, :1], most[:, 1:] if schedule.splits_backward else 0 * most
-    first, last = ((counts.stages == stage).any(axis=1)[:, None] for stage in (0, schedule.num_stages - 1))
-    ranks = _PipelineRanks(first=first, last=last, flight=flight, waiting=waiting, times=np.ones_like(flight))
+    schedule, ranks = blocks.schedule, _PipelineRanks.of(blocks.schedule)
     pass_s = _pass_s(blocks, ranks, capacity)
     pass_s = pass_s + schedule.num_stages * blocks.question.calibration.task_s + blocks.hop_s.sum(axis=0)
     return (schedule.num_micro_batches / schedule.num_ranks * pass_s + rest_s + blocks.fixed_s) * (1 - SURE)
+
+
+def least_held(blocks: PipelineBlocks, capacity: float) -> Floats:
+    """Return a lower bound of the bytes of the fullest rank of each candidate, with what is in flight; or infinity.
+
+    It is the least memory of every rank in which all layers of each kind fit, whatever they compute again.
+    """
+    ranks = _PipelineRanks.of(blocks.schedule)
+    kinds = [(_LayersOfRanks.of(blocks, layer, ranks), count) for layer, count in _kinds_of_layers(blocks)]
+
+    def fits(memory: Floats) -> NDArray[np.bool_]:
+        return np.all([layers.most(memory).max(axis=1).sum(axis=0) >= count for layers, count in kinds], axis=0)
+
+    high: Floats = np.minimum(capacity, np.max([layers.holding(count) for layers, count in kinds], axis=0))
+    low: Floats = np.zeros_like(high)
+    too_large = ~fits(high)
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        enough = fits(middle)
+        low, high = np.where(enough, low, middle), np.where(enough, middle, high)
+    return np.where(too_large, np.inf, low)
 
 
 def _states_bytes(blocks: PipelineBlocks, block: BlockTotals) -> Floats:

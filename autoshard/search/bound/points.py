@@ -15,7 +15,7 @@ from autoshard.plan.recompute import Recompute
 from autoshard.schedule.builders import builders
 from autoshard.schedule.schedule import Schedule
 from autoshard.schedule.waves import Floats, Ints
-from autoshard.search.bound.bounds import bound_seconds, least_bytes, least_in_flight, states_of
+from autoshard.search.bound.bounds import bound_seconds, least_bytes, least_held, least_in_flight, states_of
 from autoshard.search.bound.legal_space import RunVariant
 from autoshard.search.bound.priced_layouts import PricedLayouts, Row
 from autoshard.search.bound.space import SIZES
@@ -35,6 +35,7 @@ from autoshard.search.fill.stage_options import (
 )
 
 SHARPEST = 2
+AT_ONCE = 8  # points of a group that are solved together
 _SPLIT = 0.3  # of the bubble of 1F1B, under schedules that fill it with weight gradients
 _TIE_DIGITS = 9  # times that agree in so many digits count as equal
 
@@ -115,6 +116,12 @@ class Points:
         differ, builder = bool(model.order), self.schedule.builder
         return builder not in ALL_RANGES and not listed_splits(self.schedule, model.num_layers, base.stages, differ)
 
+    def num_at_once(self, goal: Goal) -> int:
+        """Return how many of these points, those with the best bounds, are solved or get sharper bounds together."""
+        if self.sharpness == SHARPEST:
+            return 1 if self.looks_for_splits else AT_ONCE
+        return len(self.rows) if goal.objective == "memory" else AT_ONCE
+
     @property
     def choices(self) -> StageChoices:
         """The recompute kinds and the splits of layers that the stages of these points may choose from."""
@@ -150,9 +157,12 @@ class Points:
 
     def sharpened(self, goal: Goal, below: float, splits: SplitSearch) -> "Points":
         """Return the points with bounds that count activations in flight or, the next time, the schedule's waits."""
-        if goal.objective == "memory" or goal.effort.exhaustive:
+        if goal.effort.exhaustive:
             return replace(self, sharpness=SHARPEST)
         blocks, choices = self.blocks, self.choices
+        if goal.objective == "memory":
+            held = least_held(blocks, cast(float, goal.capacity))
+            return replace(self, sharpness=SHARPEST, bound=np.maximum(self.bound, held))
         if not self.sharpness:
             bound = least_in_flight(blocks, self.rest_s, cast(float, goal.capacity))
             found_by_filling = choices.listed_splits(blocks.schedule) or blocks.schedule.builder in ALL_RANGES

@@ -17,7 +17,7 @@ from autoshard.plan.explanation import Certificate
 from autoshard.schedule.waves import Floats, Ints
 from autoshard.search.bound.legal_space import LegalSpace, RunVariant
 from autoshard.search.bound.mesh_kinds import MeshKinds
-from autoshard.search.bound.points import SHARPEST, Points, Solution, likely, likely_s
+from autoshard.search.bound.points import AT_ONCE, SHARPEST, Points, Solution, likely, likely_s
 from autoshard.search.bound.priced_layouts import LayoutPricer, Row
 from autoshard.search.bound.records import BestSolutions, OwnCuttings, PointRecords, SolvingOrder
 from autoshard.search.bound.rough import rough_seconds
@@ -31,7 +31,6 @@ _QUICK = ("1f1b", "interleaved")  # schedules of which even stages are seldom fa
 _FIRST = 4  # groups of points that are solved before points of the next variant are opened
 _LIKELY = 8  # layouts that are timed before all others, once for each kind of mesh
 _LOOKS = 8  # times that points are opened to find the one that misses memory by least
-_AT_ONCE = 8  # points of a group that are solved together, those with the best bounds
 _RUNNER_UP = 3  # groups of points that are solved for each runner-up
 _SURVEYED = 300  # groups of points of which even stages are timed at last
 _NEAR, _MOST_NEAR = 3, 16  # sizes in which layouts differ from the best, and groups of these that are solved
@@ -121,7 +120,7 @@ class Pool:
         for group in likely(points for points in new if len(points.rows)):
             if group.bound.min() < self._limit:
                 self.between()
-                first = group.only(np.argsort(group.bound, kind="stable")[: 2 * _AT_ONCE])
+                first = group.only(np.argsort(group.bound, kind="stable")[: 2 * AT_ONCE])
                 filling = first.evenly_solved(self.goal)
                 self._best.keep(first, filling, self.goal.value(filling))
         return len(self.points) > before
@@ -170,7 +169,7 @@ class Pool:
         among = [points for points in self.points if points.variant in runs]
         for group in self._likeliest(among, layouts)[:_MOST_NEAR]:
             self.between()
-            self._solve(group.only(np.argsort(group.bound, kind="stable")[:_AT_ONCE]), limit)
+            self._solve(group.only(np.argsort(group.bound, kind="stable")[:AT_ONCE]), limit)
 
     def _survey(self) -> None:
         """Time even stages of the unsolved points that look fastest."""
@@ -311,7 +310,7 @@ class Pool:
             near = points.bound[order] < limits[order]
             self.left.passed.append(points.only(order[~near]))
             order = order[near]
-            at_once = 1 if points.sharpness == SHARPEST and points.looks_for_splits else _AT_ONCE
+            at_once = points.num_at_once(self.goal)
             self.left.open(points.only(order[at_once:]))
             first = points.only(order[:at_once])
             try:
