@@ -8,26 +8,26 @@ these assumptions can only make a step faster.
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache, lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
-from autoshard.cost.stages import ON_THEIR_WAY, BlockTotals, PipelineBlocks
-from autoshard.cost.update import stored_bytes, update_cost
+from autoshard.cost.stages import BlockTotals, PipelineBlocks
+from autoshard.cost.update import update_cost
 from autoshard.plan.candidate import Candidate
 from autoshard.schedule.builders import builders
-from autoshard.schedule.counts import counts_of, in_flight_of
+from autoshard.schedule.counts import counts_of
 from autoshard.schedule.schedule import Schedule
 from autoshard.schedule.waves import Floats, Ints
+from autoshard.search.bound.held_layers import HeldLayers, PipelineRanks, states_bytes
 from autoshard.search.bound.priced_layouts import PricedLayouts
 from autoshard.search.bound.space import Space
 from autoshard.search.fill.stage_options import ALL_RANGES, SURE
 from autoshard.spec.kernels import load_kernels
 
 _FOREVER = 1e30  # seconds of passes behind which as much as possible hides
-_ROUNDED = 64.0  # bytes that rounding up of shards may add to the states of a block, by group of weights
 _HALVINGS = 12  # of the memory of a rank, until a bound of it is near enough
 _ALONE = Schedule(builder="1f1b", num_ranks=1, num_micro_batches=1)
 
@@ -83,7 +83,7 @@ def least_bytes(priced: PricedLayouts, states: Candidate) -> Floats:
     kernels = load_kernels(priced.question.kernels)
     blocks = priced.pipeline_blocks(slice(None), _ALONE, states)
     each_kind = [
-        -(-count // priced.space.rows["pp"]) * (_states_bytes(blocks, layer) + layer.saved_bytes.min(axis=0))
+        -(-count // priced.space.rows["pp"]) * (states_bytes(blocks, layer) + layer.saved_bytes.min(axis=0))
         for layer, count in _kinds_of_layers(blocks)
     ]
     held = np.max(each_kind, axis=0)
@@ -118,57 +118,17 @@ def _least_work(
             rank = np.arange(num_ranks)[:, None]
             flight = np.maximum(1, np.minimum(num_ranks - rank, counts[columns]))
             last = rank == (0 if turns else num_ranks - 1)
-            ranks = _PipelineRanks(
+            ranks = PipelineRanks(
                 first=rank == 0, last=last, flight=flight, waiting=0 * flight, times=np.ones_like(flight)
             )
             work_s[columns] = _pass_s(blocks.only(columns), ranks, capacity)
     else:
-        work_s = _pass_s(blocks, _PipelineRanks.with_one_in_flight(rows["pp"], turns=turns), capacity)
+        work_s = _pass_s(blocks, PipelineRanks.with_one_in_flight(rows["pp"], turns=turns), capacity)
     each_kind = [_update_s(blocks, layer, counts, -(-count // rows["pp"])) for layer, count in _kinds_of_layers(blocks)]
     return work_s, np.max(each_kind, axis=0)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _PipelineRanks:
-    """The ranks of pipelines: [rank, candidate], or 1 for all candidates; ranks that are alike may stand once."""
-
-    first: NDArray[np.bool_]  # which have the embedding
-    last: NDArray[np.bool_]  # and the head
-    flight: Ints  # of how many micro-batches each keeps every layer
-    waiting: Ints  # and every layer that waits for W
-    times: Ints  # how many such ranks there are
-
-    @classmethod
-    def with_one_in_flight(cls, pp: Ints, *, turns: bool) -> "_PipelineRanks":
-        """Return the ranks of pipelines of any length that keep one micro-batch; the head may be on the first one."""
-        if turns:
-            first, times = [True, False], [np.ones_like(pp), pp - 1]
-            last = first
-        else:
-            first, last = [True, False, False, True], [False, False, True, True]
-            times = [1 * (pp > 1), np.maximum(pp - 2, 0), 1 * (pp > 1), 1 * (pp == 1)]
-        return cls(
-            first=np.array(first)[:, None],
-            last=np.array(last)[:, None],
-            flight=np.ones((len(first), 1), dtype=np.int64),
-            waiting=np.zeros((len(first), 1), dtype=np.int64),
-            times=np.array(times),
-        )
-
-    @classmethod
-    def of(cls, schedule: Schedule) -> "_PipelineRanks":
-        """Return the ranks of a schedule; each keeps all its layers as often as the chunk that it keeps least often."""
-        in_flight, counts, ranks = in_flight_of(schedule), counts_of(schedule), np.arange(schedule.num_ranks)
-        fewest = in_flight.reshape(*in_flight.shape[:2], -1, schedule.num_chunks).min(
-            axis=3
-        )  # [rank, time, saved, waits]
-        most = fewest[ranks, fewest[:, :, 0].argmax(axis=1)]
-        flight, waiting = most[:, :1], most[:, 1:] if schedule.splits_backward else 0 * most
-        first, last = ((counts.stages == stage).any(axis=1)[:, None] for stage in (0, schedule.num_stages - 1))
-        return cls(first=first, last=last, flight=flight, waiting=waiting, times=np.ones_like(flight))
-
-
-def _pass_s(blocks: PipelineBlocks, ranks: _PipelineRanks, capacity: float) -> Floats:
+def _pass_s(blocks: PipelineBlocks, ranks: PipelineRanks, capacity: float) -> Floats:
     """Return the least time of a micro-batch on all ranks together, if each holds as many layers as it can alone.
 
     Of several kinds of layers, each has all memory.
@@ -186,12 +146,10 @@ def _pass_s(blocks: PipelineBlocks, ranks: _PipelineRanks, capacity: float) -> F
     return layers_s + blocks.embed.pass_s[0] + blocks.head.pass_s[0]
 
 
-def _layers_s(
-    blocks: PipelineBlocks, layers: tuple[BlockTotals, int], ranks: _PipelineRanks, capacity: float
-) -> Floats:
+def _layers_s(blocks: PipelineBlocks, layers: tuple[BlockTotals, int], ranks: PipelineRanks, capacity: float) -> Floats:
     """Return the least time of so many layers, in a memory in which there are no others but embedding and head."""
     layer, num_layers = layers
-    fits = _LayersOfRanks.of(blocks, layer, ranks).most(capacity)
+    fits = HeldLayers.of(blocks, layer, ranks).most(capacity)
     order = layer.pass_s.argsort(axis=0)
     most = np.maximum.accumulate(np.take_along_axis(fits, order[None], axis=1), axis=1)
     times = ranks.times[:, None]
@@ -199,43 +157,6 @@ def _layers_s(
     by_kind = np.diff(np.minimum(fits, num_layers), axis=0, prepend=0.0)
     pass_s = (by_kind * np.take_along_axis(layer.pass_s, order, axis=0)).sum(axis=0)
     return np.where(fits[-1] >= num_layers, pass_s, np.inf)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _LayersOfRanks:
-    """What ranks hold at least beside their layers, and for each layer: [rank, kind of recompute, candidate]."""
-
-    besides_bytes: Floats
-    layer_bytes: Floats
-    share: float  # of all of it that an allocator reserves
-    runtime_bytes: float
-
-    @classmethod
-    def of(cls, blocks: PipelineBlocks, layer: BlockTotals, ranks: _PipelineRanks) -> "_LayersOfRanks":
-        """Return what ranks hold that have no other layers than these, but embedding and head."""
-        kernels, first, last, flight = load_kernels(blocks.question.kernels), ranks.first, ranks.last, ranks.flight
-        gathered = layer.num_weights * (2.0 if blocks.setting.zero == 3 else 0.0)
-        of_embed, of_layer, of_head = (_states_bytes(blocks, block) for block in (blocks.embed, layer, blocks.head))
-        head_saved = blocks.head.saved_bytes[0]
-        ends_bytes = first * of_embed + last * (of_head + flight * head_saved)
-        moment = np.maximum(0.0, layer.moment_bytes - (last * head_saved)[:, None]) + ON_THEIR_WAY * layer.host_bytes
-        layer_bytes = of_layer + flight[:, None] * layer.saved_bytes + ranks.waiting[:, None] * layer.waiting_bytes
-        return cls(
-            besides_bytes=ends_bytes[:, None] + moment + (kernels.workspace_bytes + gathered),
-            layer_bytes=np.maximum(layer_bytes, 1.0),
-            share=kernels.reserved.share if kernels.reserved else 0.0,
-            runtime_bytes=kernels.runtime_bytes,
-        )
-
-    def most(self, capacity: Floats | float) -> Floats:
-        """Return how many layers fit on each rank: [rank, kind of recompute, candidate]."""
-        free = (capacity * (1 + 1e-9) - self.runtime_bytes) / (1 + self.share)
-        return np.maximum(0.0, np.floor((free - self.besides_bytes) / self.layer_bytes))
-
-    def holding(self, count: int) -> Floats:
-        """Return the memory in which every rank alone could hold so many layers."""
-        held = (self.besides_bytes + count * self.layer_bytes).min(axis=1).max(axis=0)
-        return held * (1 + self.share) + self.runtime_bytes
 
 
 def _kinds_of_layers(blocks: PipelineBlocks) -> list[tuple[BlockTotals, int]]:
@@ -246,7 +167,7 @@ def _kinds_of_layers(blocks: PipelineBlocks) -> list[tuple[BlockTotals, int]]:
 
 def least_in_flight(blocks: PipelineBlocks, rest_s: Floats, capacity: float) -> Floats:
     """Return a lower bound of the step of each candidate that counts what its ranks keep of micro-batches in flight."""
-    schedule, ranks = blocks.schedule, _PipelineRanks.of(blocks.schedule)
+    schedule, ranks = blocks.schedule, PipelineRanks.of(blocks.schedule)
     pass_s = _pass_s(blocks, ranks, capacity)
     pass_s = pass_s + schedule.num_stages * blocks.question.calibration.task_s + blocks.hop_s.sum(axis=0)
     return (schedule.num_micro_batches / schedule.num_ranks * pass_s + rest_s + blocks.fixed_s) * (1 - SURE)
@@ -257,8 +178,8 @@ def least_held(blocks: PipelineBlocks, capacity: float) -> Floats:
 
     It is the least memory of every rank in which all layers of each kind fit, whatever they compute again.
     """
-    ranks = _PipelineRanks.of(blocks.schedule)
-    kinds = [(_LayersOfRanks.of(blocks, layer, ranks), count) for layer, count in _kinds_of_layers(blocks)]
+    ranks = PipelineRanks.of(blocks.schedule)
+    kinds = [(HeldLayers.of(blocks, layer, ranks), count) for layer, count in _kinds_of_layers(blocks)]
 
     def fits(memory: Floats) -> NDArray[np.bool_]:
         return np.all([layers.most(memory).max(axis=1).sum(axis=0) >= count for layers, count in kinds], axis=0)
@@ -271,12 +192,6 @@ def least_held(blocks: PipelineBlocks, capacity: float) -> Floats:
         enough = fits(middle)
         low, high = np.where(enough, low, middle), np.where(enough, middle, high)
     return np.where(too_large, np.inf, low)
-
-
-def _states_bytes(blocks: PipelineBlocks, block: BlockTotals) -> Floats:
-    """Return the least bytes of a block's states: without rounding, and without weights that meet their copies."""
-    parts = stored_bytes(block.weights, blocks.setting, blocks.question.workload)
-    return np.maximum(0.0, sum(parts.values()) - _ROUNDED * len(block.weights))
 
 
 def _passes(builder: str, counts: Ints, ranks: Ints) -> Floats:

@@ -19,6 +19,7 @@ from autoshard.search.bound.bounds import bound_seconds, least_bytes, least_held
 from autoshard.search.bound.legal_space import RunVariant
 from autoshard.search.bound.priced_layouts import PricedLayouts, Row
 from autoshard.search.bound.space import SIZES
+from autoshard.search.bound.whole_layers import slowest_rank_s
 from autoshard.search.fill.split_bounds import SplitSearch
 from autoshard.search.fill.split_filling import split_bounds
 from autoshard.search.fill.split_times import least_again_s
@@ -26,6 +27,7 @@ from autoshard.search.fill.stage_filling import Goal, fill_stages
 from autoshard.search.fill.stage_options import (
     ALL_RANGES,
     NEVER,
+    SURE,
     ChunkLayers,
     RankOptions,
     StageChoices,
@@ -164,7 +166,12 @@ class Points:
             held = least_held(blocks, cast(float, goal.capacity))
             return replace(self, sharpness=SHARPEST, bound=np.maximum(self.bound, held))
         if not self.sharpness:
-            bound = least_in_flight(blocks, self.rest_s, cast(float, goal.capacity))
+            capacity, bound = cast(float, goal.capacity), self.bound
+            if len(blocks.layers) > 1:  # what any layer takes at least may be little of what most take
+                bound = np.maximum(bound, least_in_flight(blocks, self.rest_s, capacity))
+            if len(choices.recompute or ()) < 2:
+                slowest_s = slowest_rank_s(blocks, choices.kinds, capacity, below)
+                bound = np.maximum(bound, (slowest_s + self.rest_s + blocks.fixed_s) * (1 - SURE))
             found_by_filling = choices.listed_splits(blocks.schedule) or blocks.schedule.builder in ALL_RANGES
             return replace(self, sharpness=SHARPEST if found_by_filling else 1, bound=np.maximum(self.bound, bound))
         if choices.again_s is None:

@@ -1,0 +1,42 @@
+"""What so many layers of a rank take at least, against all ways in which they may compute again."""
+
+import numpy as np
+from hypothesis import given, strategies as st
+
+from autoshard.plan.recompute import Recompute
+from autoshard.schedule.waves import Floats
+from autoshard.search.bound.held_layers import HeldLayers
+from autoshard.search.bound.whole_layers import layers_of_rank_s
+
+KINDS = (Recompute(), Recompute(kind="selective", ops=("norms",)), Recompute(kind="full"))
+CAPACITY = 100.0
+columns = st.lists(st.integers(1, 40), min_size=3, max_size=3)
+
+
+def enumerated_s(pass_s: Floats, besides: Floats, layer_bytes: Floats, number: int) -> float:
+    """Return the least time of so many layers: of one kind, or of layers that compute nothing again, and all."""
+    ways = [[number if kind == chosen else 0 for kind in range(3)] for chosen in range(3)]
+    ways += [[number - again, 0, again] for again in range(1, number)]
+    fits = (way for way in ways if max(besides[np.array(way) > 0]) + way @ layer_bytes <= CAPACITY)
+    return min((float(way @ pass_s) for way in fits), default=np.inf)
+
+
+@given(seconds=columns, besides=columns, layer_bytes=columns, number=st.integers(1, 8))
+def test_layers_of_a_rank_take_no_less_than_is_said(
+    seconds: list[int], besides: list[int], layer_bytes: list[int], number: int
+):
+    """With as much beside the layers whatever these compute again, they take just that."""
+    pass_s, plain_s = np.array(seconds, dtype=np.float64), float(min(seconds))
+    pass_s[0] = plain_s  # to compute again takes time
+    for beside in (np.array(besides), np.full(3, besides[0])):
+        held = HeldLayers(
+            besides_bytes=beside[None, :, None],
+            layer_bytes=np.array(layer_bytes)[None, :, None],
+            share=0.0,
+            runtime_bytes=0.0,
+        )
+        least = layers_of_rank_s(pass_s[:, None], held, CAPACITY, np.array([number]), KINDS)[0, 0, 0]
+        exact = enumerated_s(pass_s, beside, np.array(layer_bytes), number)
+        assert least <= exact * (1 + 1e-9)
+        if len(set(beside.tolist())) == 1:
+            assert least == exact
