@@ -26,7 +26,7 @@ from autoshard.modules.running.optimizer import sharded_optimizer
 from autoshard.modules.shard import ModuleSharding, shard_module
 from autoshard.modules.sharded import run_on
 from benchmarks.foreign_modules.registry import ForeignModule
-from tests.modules.test_sharded import cut_at_random
+from tests.modules.comparing import cut_at_random
 
 MESH = {"dp": 2, "tp": 2}
 NUM_RANKS = 4

@@ -10,8 +10,8 @@ import torch
 from autoshard.modules.sharded import shard
 from benchmarks.gpu.device import device_of, world_of_one
 from benchmarks.guarded import Setting
+from tests.modules.comparing import difference
 from tests.modules.modules import MODULES, SINGLE, made
-from tests.modules.test_sharded import difference
 
 pytestmark = pytest.mark.gpu
 

@@ -16,6 +16,20 @@ def numbers(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, dtype=torch.float64)
 
 
+class Own(nn.Module):
+    """A function of inputs and of two layers, a matrix, a shift and further parts."""
+
+    def __init__(self, function: Callable[..., Any], **parts: nn.Module | nn.Parameter) -> None:
+        super().__init__()
+        self.function, self.a, self.b = function, nn.Linear(8, 8), nn.Linear(8, 8)
+        self.matrix, self.shift = nn.Parameter(torch.randn(8, 8)), nn.Parameter(torch.randn(8))
+        for name, one in parts.items():
+            setattr(self, name, one)
+
+    def forward(self, *inputs: torch.Tensor) -> Any:
+        return self.function(self, *inputs)
+
+
 class First(nn.Module):
     """The first result of a module that returns several, with what it needs beside the hidden state."""
 

@@ -1,21 +1,19 @@
 """Gradients of a sharded module are summed in buckets, while others are computed; the numbers are the same."""
 
 import copy
-import random
 from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 import torch
-from torch.distributed.device_mesh import init_device_mesh
 
 import autoshard.modules.running.weights as weights
 from autoshard.engine.torch.execution import RankStep
 from autoshard.modules.shard import shard_module
-from autoshard.modules.sharded import ShardedModule, run_on
+from autoshard.modules.sharded import ShardedModule
 from autoshard.spec.cluster_catalogue import load_cluster
+from tests.modules.comparing import cut_on_ranks, devices_of, difference
 from tests.modules.test_compiling import batch, stack
-from tests.modules.test_sharded import cut_at_random, difference
 from tests.ranks.spawn import on_ranks
 from tests.slower import rest_is_slow
 
@@ -26,10 +24,9 @@ UNDER_WAY = "gradients under way"
 def sharded(plain: torch.nn.Module, seed: int, bucket_bytes: int) -> torch.nn.Module:
     """Let a module run with random cuts on two ranks."""
     found = shard_module(plain, [batch()], load_cluster("local", ranks=2), "a=2", precision="fp32")
-    module, devices = copy.deepcopy(plain), init_device_mesh("cpu", (2,), mesh_dim_names=("a",))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(weights, "BUCKET_BYTES", bucket_bytes)
-        return run_on(module, cut_at_random(found, random.Random(seed)), devices)
+        return cut_on_ranks(copy.deepcopy(plain), found, seed, devices_of("a=2"))
 
 
 def steps(module: torch.nn.Module) -> Sequence[RankStep]:

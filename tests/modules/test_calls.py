@@ -1,7 +1,6 @@
 """Calls of a sharded module that differ from the first: other shapes, modes, gradients, formats."""
 
 import copy
-import random
 import re
 import warnings
 from collections.abc import Callable, Mapping
@@ -11,20 +10,19 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from autoshard.errors import InputError
 from autoshard.modules.shard import shard_module
-from autoshard.modules.sharded import ShardedModule, run_on, shard
+from autoshard.modules.sharded import ShardedModule, shard
 from autoshard.spec.cluster_catalogue import load_cluster
+from tests.modules.comparing import cut_on_ranks, devices_of
 from tests.modules.models import model
-from tests.modules.test_sharded import cut_at_random
+from tests.modules.modules import Own
 from tests.ranks.spawn import Replaced, on_ranks
 from tests.slower import each_third_is_fast, rest_is_slow
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-_MESH = (2, 2), ("data", "model")
 
 
 class Convnet(nn.Module):
@@ -44,10 +42,9 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 def sharded(module: nn.Module, inputs: Any, seed: int, results: list[str] | None = None) -> nn.Module:
     """A module with random legal cuts of all operations, and weights that rest in random pieces."""
-    found = shard_module(module, inputs, load_cluster("local", ranks=4), dict(zip(_MESH[1], _MESH[0], strict=True)),
-                         precision="fp32", results=results)  # fmt: skip
-    devices = init_device_mesh("cpu", _MESH[0], mesh_dim_names=_MESH[1])
-    return run_on(module, cut_at_random(found, random.Random(seed)), devices)
+    cluster = load_cluster("local", ranks=4)
+    found = shard_module(module, inputs, cluster, "data=2,model=2", precision="fp32", results=results)
+    return cut_on_ranks(module, found, seed, devices_of("data=2,model=2"))
 
 
 def gradients(module: nn.Module) -> Mapping[str, torch.Tensor | None]:
@@ -233,19 +230,14 @@ def test_many_kinds_of_calls_are_told_once():
         assert len(found) == 1 and "traced for 8 kinds of calls" in found[0]
 
 
-class Shuffles(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x[torch.randperm(x.shape[0])] if self.training else x
-
-
 def refused() -> str:
-    module = nn.Sequential(nn.Linear(4, 4), Shuffles()).eval()
-    module = shard(module, [torch.ones(2, 4)], "data=2")
+    plain = Own(lambda own, x: x[torch.randperm(x.shape[0])] if own.training else own.a(x)).eval()
+    module = shard(plain, [torch.ones(2, 8)], "data=2")
     paths = [path for path, _ in module.named_parameters()]
     try:
-        module.train()(torch.ones(2, 4))
+        module.train()(torch.ones(2, 8))
     except InputError as error:
-        module.eval()(torch.ones(2, 4))
+        module.eval()(torch.ones(2, 8))
         assert [path for path, _ in module.named_parameters()] == paths and "Sharded" in type(module).__name__
         return str(error)
     return ""

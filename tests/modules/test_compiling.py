@@ -1,7 +1,6 @@
 """Sharded modules in compiled functions: the numbers of the plain module, one compilation of equal layers."""
 
 import copy
-import random
 import warnings
 from collections.abc import Callable, Sequence
 from importlib import import_module
@@ -9,16 +8,16 @@ from typing import Any, cast
 
 import pytest
 import torch
-from torch.distributed.device_mesh import init_device_mesh
 
 import autoshard.modules.running.capturing as capturing
 import autoshard.modules.running.functions as functions
 from autoshard.modules.local import local
-from autoshard.modules.sharded import ShardedModule, run_on, shard
+from autoshard.modules.sharded import ShardedModule, shard
 from autoshard.run.protocol import EngineMode
 from autoshard.runtime.machine import missing_compiler
+from tests.modules.comparing import cut_on_ranks, devices_of, difference
 from tests.modules.modules import MODULES, SINGLE
-from tests.modules.test_sharded import cut_at_random, difference, traced
+from tests.modules.test_sharded import traced
 from tests.ranks.spawn import on_ranks
 from tests.slower import rest_is_slow
 
@@ -31,14 +30,13 @@ def as_they_are(_: torch.device) -> Callable[..., Any]:
 
 
 def differences(names: Sequence[str], mode: EngineMode) -> dict[str, float]:
-    devices = init_device_mesh("cpu", (2,), mesh_dim_names=("a",))
-    found: dict[str, float] = {}
+    devices, found = devices_of("a=2"), dict[str, float]()
     for name in names:
         whole, inputs, sharding = traced(name, "a=2")
-        plain, module = copy.deepcopy(whole), copy.deepcopy(whole)
+        plain = copy.deepcopy(whole)
         with warnings.catch_warnings():
             warnings.filterwarnings("error", ".*(without being compiled|step by step)")
-            run_on(module, cut_at_random(sharding, random.Random(0)), devices, mode=mode)
+            module = cut_on_ranks(copy.deepcopy(whole), sharding, 0, devices, mode=mode)
             found[name] = difference(plain, module, inputs)
         with torch.no_grad():
             wanted, own = plain(*inputs), module(*inputs)

@@ -1,7 +1,6 @@
 """Products by groups, and experts of transformers that are such products: as on one process, with parts of weights."""
 
 import copy
-import random
 import warnings
 from collections.abc import Mapping
 from typing import Any, cast
@@ -10,17 +9,15 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
 from autoshard.modules.capture import capture
 from autoshard.modules.rules.products import aligned_product
 from autoshard.modules.shard import shard_module
-from autoshard.modules.sharded import run_on, shard
+from autoshard.modules.sharded import shard
 from autoshard.spec.cluster_catalogue import load_cluster
+from tests.modules.comparing import cut_on_ranks, devices_of, difference
 from tests.modules.models import in_groups
 from tests.modules.modules import numbers
-from tests.modules.test_models import difference
-from tests.modules.test_sharded import cut_at_random, difference as of_positions
 from tests.ranks.spawn import on_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
@@ -104,13 +101,9 @@ def in_16_bits(form: str, seeds: int) -> list[float]:
     torch.manual_seed(0)
     plain, x = Grouped(*_FORMS[form]).double(), numbers(*_FORMS[form][0])
     sharding = shard_module(plain, [x], load_cluster("local", ranks=4), "data=2,model=2", precision="fp32")
-    devices = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "model"))
-    worst: list[float] = []
-    for seed in range(seeds):
-        module = copy.deepcopy(plain)
-        run_on(module, cut_at_random(sharding, random.Random(seed)), devices)
-        worst.append(of_positions(plain, module, [x]))
-    return worst
+    devices = devices_of("data=2,model=2")
+    modules = (cut_on_ranks(copy.deepcopy(plain), sharding, seed, devices) for seed in range(seeds))
+    return [difference(plain, module, [x]) for module in modules]
 
 
 @pytest.mark.slow
@@ -129,11 +122,9 @@ def trained(kind: str, width: int, seed: int) -> float:
         plain, inputs, load_cluster("local", ranks=4), "data=2,model=2", precision="fp32", results=["loss"]
     )
     assert not sharding.kept_whole
-    module = copy.deepcopy(plain)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", ".*step by step")
-        devices = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "model"))
-        run_on(module, cut_at_random(sharding, random.Random(seed)), devices)
+        module = cut_on_ranks(copy.deepcopy(plain), sharding, seed, devices_of("data=2,model=2"))
         return difference(plain, module, inputs)
 
 

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import autoshard
@@ -15,14 +14,20 @@ from autoshard.modules.blocks import traced_block
 from autoshard.modules.capture import capture
 from autoshard.modules.fingerprint import block_hash
 from autoshard.modules.local import LocalDims
-from autoshard.modules.proof import ModuleRun
 from autoshard.modules.shard import shard_module
-from autoshard.modules.sharded import run_on, shard
+from autoshard.modules.sharded import shard
 from autoshard.spec.cluster_catalogue import load_cluster
 from autoshard.spec.workload import Precision
+from tests.modules.comparing import (
+    compared,
+    cut_on_ranks,
+    devices_of,
+    difference,
+    largest_error,
+    random_cuts,
+    run_to_compare,
+)
 from tests.modules.modules import numbers
-from tests.modules.test_sharded import cut_at_random, difference
-from tests.modules.test_trace import compared, random_cuts
 from tests.ranks.spawn import on_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
@@ -76,11 +81,10 @@ def made() -> tuple[torch.nn.Module, tuple[Any, ...]]:
 @pytest.mark.slow
 def test_any_legal_cut_gives_the_result_and_every_gradient():
     module, inputs = made()
-    captured, chosen = capture(module, inputs), random.Random(0)
-    (line,) = captured.program.kept_whole
+    run, chosen = run_to_compare(module, inputs), random.Random(0)
+    block = run.traced
+    (line,) = run.captured.program.kept_whole
     assert "sorted_whole(heads)" in line and "test_local.py" in line
-    block = traced_block(captured.program, Precision.named("fp32"))
-    run = ModuleRun(module, inputs, captured, block)
     batch, seq, _ = (one[0] for one in block.dims["x"])
     regions = {op.name: op.kind.whole_dims() for op in block.block.ops if "loop" in op.name}
     assert regions and not any({batch, seq} & {*whole} for whole in regions.values())
@@ -136,9 +140,7 @@ def cut(seed: int) -> float:
     """Train two steps with random legal cuts."""
     module, inputs = made()
     found = shard_module(module, inputs, load_cluster("local", ranks=2), "data=2", precision="fp32")
-    plain = copy.deepcopy(module)
-    run_on(module, cut_at_random(found, random.Random(seed)), init_device_mesh("cpu", (2,), mesh_dim_names=("data",)))
-    return difference(plain, module, inputs)
+    return difference(copy.deepcopy(module), cut_on_ranks(module, found, seed, devices_of("data=2")), inputs)
 
 
 @pytest.mark.slow
@@ -232,19 +234,9 @@ def test_what_cannot_be_probed_is_taken_as_promised(function: Any):
 
 def test_one_tensor_given_twice_is_cut_in_one_place_only():
     outer = autoshard.local("rows _, columns _ -> rows columns")(lambda x, y: x @ y.T)
-
-    class Outer(torch.nn.Linear):
-        def forward(self, input: torch.Tensor) -> torch.Tensor:
-            y = super().forward(input)
-            return outer(y, y)
-
     torch.manual_seed(0)
-    module, inputs = Outer(4, 4).double(), (numbers(6, 4),)
-    captured, chosen = capture(module, inputs), random.Random(0)
-    block = traced_block(captured.program, Precision.named("fp32"))
-    run = ModuleRun(module, inputs, captured, block)
-    for _ in range(8):
-        assert max(one.error for one in compared(run, random_cuts(block, chosen))) < 1e-12
+    module = Calls(lambda y: outer(y, y)).double()
+    assert largest_error(run_to_compare(module, [numbers(6, 4)]), 8) < 1e-12
 
 
 def scaled(factor: float) -> Any:
@@ -263,13 +255,8 @@ def test_functions_of_one_name_stay_two():
 def test_a_file_that_is_run_again_has_the_same_program():
     def hashed(order: tuple[int, ...]) -> str:
         functions = scaled(2.0), scaled(3.0)  # a second run of a file marks its functions again
-
-        class Scaled(torch.nn.Linear):
-            def forward(self, input: torch.Tensor) -> torch.Tensor:
-                y = super().forward(input)
-                return sum((functions[place](y) for place in order), y)
-
-        captured = capture(Scaled(4, 4), (torch.randn(6, 4),))
+        module = Calls(lambda y: sum((functions[place](y) for place in order), y))
+        captured = capture(module, (torch.randn(6, 4),))
         return block_hash(traced_block(captured.program, Precision.named("fp32")))
 
     assert hashed((0, 1)) == hashed((0, 1)) != hashed((0, 0))

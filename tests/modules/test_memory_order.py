@@ -13,7 +13,7 @@ from autoshard.modules.capture import capture
 from autoshard.modules.nodes import fill_slots
 from autoshard.modules.rewriting.parts import part_of
 from autoshard.modules.running.functions import FunctionWriter
-from tests.modules.test_rare_modules import Own
+from tests.modules.modules import Own
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 ROWS, COLUMNS = torch.tensor([0, 2, 1]), torch.tensor([1, 1, 3])

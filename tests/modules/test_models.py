@@ -4,24 +4,18 @@ import copy
 import functools
 import random
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import pytest
-import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
-from autoshard.blocks.choices import op_cuts
 from autoshard.errors import InputError
-from autoshard.layout.legal import cut_operations
-from autoshard.layout.lower import lower
 from autoshard.modules.capture import capture
 from autoshard.modules.proof import ModuleRun
 from autoshard.modules.shard import ModuleSharding, shard_module
-from autoshard.modules.sharded import run_on
 from autoshard.spec.cluster_catalogue import load_cluster
+from tests.modules.comparing import compared, cut_on_ranks, devices_of, difference, random_cuts
 from tests.modules.models import MODELS, mixtral, model
-from tests.modules.test_sharded import cut_at_random
 from tests.ranks.spawn import on_ranks
 from tests.slower import rest_is_slow
 
@@ -50,13 +44,11 @@ def test_whole_models_are_solved_and_proven_with_any_cuts(name: str):
     assert not program.kept_whole and found.solution.gap == 0.0 and found.problem.tied
     assert len(block.parameters) == len({id(one) for one in module.parameters()})
     run, chosen = ModuleRun(module, inputs, found.captured, found.traced), random.Random(0)
-    drawn = [{op.name: dict(chosen.choice(op_cuts(block, op, ("data", "model")))) for op in cut_operations(block)}]
     wanted = {"loss", *(f"{tensor.name}.sum" for tensor in block.parameters)}
-    for cuts in (found.solution.cuts, *drawn):
-        lowered = lower(block, cuts, dict(found.mesh.axes), lambda change: 1.0, boundary={}, keeps_gathered=True)
-        compared = run.compare(lowered, found.mesh)
-        assert {one.name for one in compared} > wanted
-        assert max(one.error for one in compared) < bar(name), [one for one in compared if one.error >= bar(name)]
+    for cuts in (found.solution.cuts, random_cuts(found.traced, chosen, ("data", "model"))):
+        tensors = compared(run, cuts, mesh=found.mesh)
+        assert {one.name for one in tensors} > wanted
+        assert max(one.error for one in tensors) < bar(name), [one for one in tensors if one.error >= bar(name)]
 
 
 @functools.cache
@@ -66,38 +58,11 @@ def traced(name: str, layers: int) -> tuple[nn.Module, Mapping[str, Any], Module
 
 def differences(names: Sequence[str], layers: int) -> dict[str, float]:
     """Train models plain and sharded at random: the largest difference of losses, gradients, parameters."""
-    devices = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "model"))
-    found: dict[str, float] = {}
+    devices, found = devices_of(_MESH), dict[str, float]()
     for name in names:
         whole, inputs, sharding = traced(name, layers)
-        plain, module = copy.deepcopy(whole), copy.deepcopy(whole)
-        run_on(module, cut_at_random(sharding, random.Random(0)), devices)
-        found[name] = difference(plain, module, inputs)
+        found[name] = difference(copy.deepcopy(whole), cut_on_ranks(copy.deepcopy(whole), sharding, 0, devices), inputs)
     return found
-
-
-def difference(plain: nn.Module, module: nn.Module, inputs: Mapping[str, Any]) -> float:
-    """Take two steps of SGD with both; return the largest difference, relative to the largest of its kind."""
-    worst, optimizers = 0.0, [torch.optim.SGD(one.parameters(), lr=0.1) for one in (plain, module)]
-    for _ in range(2):
-        losses = [cast(torch.Tensor, one(**inputs)["loss"]) for one in (plain, module)]
-        for loss, optimizer in zip(losses, optimizers, strict=True):
-            optimizer.zero_grad()
-            loss.backward()  # pyright: ignore[reportUnknownMemberType]
-        worst = max(worst, float(((losses[0] - losses[1]) / losses[0]).detach().abs()))
-        own = dict(module.named_parameters())
-        gradients = {path: (one.grad, cast(Any, own[path]).grad) for path, one in plain.named_parameters()}
-        largest = max(float(one.abs().max()) for one, _ in gradients.values() if one is not None)
-        for path, (wanted, got) in gradients.items():
-            assert (wanted is None) == (got is None), path
-            if wanted is not None:
-                worst = max(worst, float((wanted - got.full_tensor()).abs().max()) / largest)
-        for optimizer in optimizers:
-            optimizer.step()  # pyright: ignore[reportUnknownMemberType]
-    for path, one in plain.named_parameters():
-        other = cast(Any, module.get_parameter(path)).full_tensor()
-        worst = max(worst, float((one - other).detach().abs().max()))
-    return worst
 
 
 @pytest.mark.parametrize(("names", "layers"), rest_is_slow([(("Mixtral",), 1), (tuple(MODELS), 2)], 0, 1))

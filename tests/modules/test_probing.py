@@ -1,6 +1,5 @@
 """Probing: it finds what may be cut of operations that have no rule, and is not misled."""
 
-import random
 from collections.abc import Callable
 from typing import Any
 
@@ -8,12 +7,9 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from autoshard.modules.blocks import traced_block
-from autoshard.modules.capture import capture
 from autoshard.modules.probing import PartCut, found_cuts
-from autoshard.modules.proof import ModuleRun
-from autoshard.spec.workload import Precision
-from tests.modules.test_trace import compared, random_cuts
+from tests.modules.comparing import largest_error, run_to_compare
+from tests.modules.modules import Own, numbers
 
 
 class Normalised(torch.autograd.Function):
@@ -74,30 +70,20 @@ def test_an_operation_whose_arguments_may_be_lengths_is_not_run_in_other_sizes()
     assert cuts(lambda x: torch.flip(x, (1,)), (512, 1024), constants=(1,)) == {BATCH}
 
 
-class Unruly(torch.nn.Module):
+def unruly(own: Any, x: torch.Tensor) -> torch.Tensor:
     """Operations without a rule: of matrices, of distances, of channels."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.out = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.linear(x)
-        mixed = torch.linalg.solve(torch.eye(6, dtype=y.dtype) + y @ y.transpose(1, 2), y)
-        near = F.cosine_similarity(y, mixed, dim=-1)[..., None]
-        return self.out(
-            near * F.instance_norm(y) + torch.cross(y[..., :3], mixed[..., :3], dim=-1).repeat(1, 1, 3)[..., :8]
-        )
+    y = own.a(x)
+    mixed = torch.linalg.solve(torch.eye(6, dtype=y.dtype) + y @ y.transpose(1, 2), y)
+    near = F.cosine_similarity(y, mixed, dim=-1)[..., None]
+    return own.b(near * F.instance_norm(y) + torch.cross(y[..., :3], mixed[..., :3], dim=-1).repeat(1, 1, 3)[..., :8])
 
 
 def test_a_module_of_operations_without_rules_keeps_its_batch_cut():
     torch.manual_seed(0)
-    module, inputs = Unruly().double(), (torch.randn(4, 6, 8, dtype=torch.float64, requires_grad=True),)
-    captured, chosen = capture(module, inputs), random.Random(0)
-    assert not captured.program.kept_whole
-    batch = captured.program.values[-1].dims[0]
-    assert not any(batch in step.whole_leaves() for step in captured.program.steps)
-    block = traced_block(captured.program, Precision.named("fp32"))
-    run = ModuleRun(module, inputs, captured, block)
-    for _ in range(8):
-        assert max(one.error for one in compared(run, random_cuts(block, chosen))) < 1e-12
+    module, inputs = Own(unruly).double(), [numbers(4, 6, 8).requires_grad_()]
+    run = run_to_compare(module, inputs)
+    program = run.captured.program
+    assert not program.kept_whole
+    batch = program.values[-1].dims[0]
+    assert not any(batch in step.whole_leaves() for step in program.steps)
+    assert largest_error(run, 8) < 1e-12

@@ -13,7 +13,6 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
@@ -24,8 +23,8 @@ from autoshard.modules.rewriting.randomness import new_key
 from autoshard.modules.shard import ModuleSharding, shard_module, sizes_of
 from autoshard.modules.sharded import run_on, shard
 from autoshard.spec.cluster_catalogue import load_cluster
+from tests.modules.comparing import cut_at_random, devices_of, difference
 from tests.modules.models import model
-from tests.modules.test_sharded import cut_at_random, difference
 from tests.ranks.spawn import on_ranks
 from tests.slower import rest_is_slow
 
@@ -250,13 +249,11 @@ def on_one_rank(module: nn.Module, sharding: ModuleSharding) -> nn.Module:
 
 
 def trained(mesh: str, seed: int, names: Sequence[str]) -> dict[str, float]:
-    sizes, found = sizes_of(mesh), dict[str, float]()
-    devices = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    devices, found = devices_of(mesh), dict[str, float]()
     for name in names:
         (whole, x), sharding = made(name), traced(name, mesh)
-        plain, module = copy.deepcopy(whole), copy.deepcopy(whole)
+        plain, module = on_one_rank(copy.deepcopy(whole), sharding), copy.deepcopy(whole)
         run_on(module, cut_at_random(sharding, random.Random(seed)) if seed else sharding, devices)
-        on_one_rank(plain, sharding)
         for one in (plain, module):
             one.register_forward_pre_hook(Numbered())
         found[name] = difference(plain, module, [x])

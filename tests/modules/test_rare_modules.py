@@ -13,32 +13,15 @@ from torch.nn.functional import cross_entropy, embedding, kl_div, linear
 from torch.nn.utils.parametrizations import weight_norm
 
 from autoshard.errors import InputError
-from autoshard.modules.blocks import traced_block
-from autoshard.modules.capture import Captured, capture
-from autoshard.modules.proof import ModuleRun
+from autoshard.modules.capture import capture
 from autoshard.modules.shard import shard_module
-from autoshard.spec.workload import Precision
-from tests.modules.modules import numbers
-from tests.modules.test_trace import compared, random_cuts
+from tests.modules.comparing import compared, largest_error, random_cuts, run_to_compare
+from tests.modules.modules import Own, numbers
 from tests.slower import each_third_is_fast
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore:The tensor attributes self.*_flat_weights"
 )
-
-
-class Own(nn.Module):
-    """A function of inputs and of two layers, a matrix and a shift."""
-
-    def __init__(self, function: Callable[..., Any], **layers: nn.Module) -> None:
-        super().__init__()
-        self.function, self.a, self.b = function, nn.Linear(8, 8), nn.Linear(8, 8)
-        self.matrix, self.shift = nn.Parameter(torch.randn(8, 8)), nn.Parameter(torch.randn(8))
-        for name, one in layers.items():
-            setattr(self, name, one)
-
-    def forward(self, *inputs: torch.Tensor) -> Any:
-        return self.function(self, *inputs)
 
 
 def in_another_order(own: Any, x: torch.Tensor) -> torch.Tensor:
@@ -156,12 +139,10 @@ def test_solved_and_random_cuts_give_the_results_and_every_gradient(name: str):
     found = shard_module(module, inputs, "local", "data=2,model=2", precision="fp32")
     assert not found.kept_whole
     errors = {one.name: one.error for one in found.prove(module, inputs)}
-    captured: Captured = capture(module, inputs)
-    block = traced_block(captured.program, Precision.named("fp32"))
-    run = ModuleRun(module, inputs, captured, block)
-    trained = {f"{tensor.name}.sum" for tensor in block.block.parameters}
+    run = run_to_compare(module, inputs)
+    trained = {f"{tensor.name}.sum" for tensor in run.traced.block.parameters}
     for seed in range(3):
-        drawn = compared(run, random_cuts(block, random.Random(seed)))
+        drawn = compared(run, random_cuts(run.traced, random.Random(seed)))
         assert {one.name for one in drawn} >= trained
         errors |= {f"{one.name} {seed}": one.error for one in drawn}
     assert max(errors.values()) < 1e-12, errors
@@ -238,8 +219,5 @@ def by_itself(own: Any, function: Callable[[torch.Tensor], torch.Tensor], x: tor
     ],
 )  # fmt: skip
 def test_an_operation_may_read_one_tensor_in_two_places_and_tensors_of_other_ranks(function: Callable[..., Any]):
-    module, x = Own(lambda own, x: by_itself(own, function, x)).double(), numbers(8, 8)
-    captured = capture(module, [x])
-    block = traced_block(captured.program, Precision.named("fp32"))
-    run = ModuleRun(module, [x], captured, block)
-    assert max(one.error for seed in range(4) for one in compared(run, random_cuts(block, random.Random(seed)))) < 1e-12
+    module = Own(lambda own, x: by_itself(own, function, x)).double()
+    assert largest_error(run_to_compare(module, [numbers(8, 8)]), 4) < 1e-12

@@ -18,38 +18,21 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from autoshard.blocks.choices import OpChoice, op_cuts
+from autoshard.blocks.choices import OpChoice
 from autoshard.blocks.problem import resting_bytes, weights_of
 from autoshard.errors import InputError
 from autoshard.layout.legal import cut_operations
 from autoshard.modules.shard import ModuleSharding, shard_module, sizes_of
 from autoshard.modules.sharded import run_on, shard
 from autoshard.spec.cluster_catalogue import load_cluster
-from tests.modules.modules import MODULES, SINGLE, made
+from tests.modules.comparing import cut_at_random, cut_on_ranks, devices_of, difference
+from tests.modules.modules import MODULES, SINGLE, Own, made
 from tests.ranks.spawn import on_ranks
 from tests.slower import rest_is_slow
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-
-
-def cut_at_random(found: ModuleSharding, chosen: random.Random) -> ModuleSharding:
-    """The same module with random legal cuts of all operations, and weights that rest in random pieces."""
-    axes, block = dict(found.mesh.axes), found.traced.block
-    cuts: dict[str, Any] = {}
-    rests: dict[str, tuple[str, ...]] = {}
-    for op in cut_operations(block):
-        cuts[op.name] = dict(chosen.choice(op_cuts(block, op, [*axes])))
-        free = set(axes)
-        for weight in weights_of(found.problem, op):
-            free &= OpChoice(cuts=cuts[op.name]).awaited(block.tensors[weight].dims)
-        if weights_of(found.problem, op):
-            rests[op.name] = tuple(axis for axis in axes if axis in free and chosen.random() < 0.6)
-    program = found.problem.table_setting(has_inputs=True).lowered(block, cuts)
-    assert program.collectives(), "some layouts differ"
-    return replace(found, program=program, solution=replace(found.solution, cuts=cuts, rests=rests))
 
 
 @functools.cache
@@ -61,45 +44,14 @@ def traced(name: str, mesh: str) -> tuple[torch.nn.Module, tuple[Any, ...], Modu
 
 def differences(mesh: str, seed: int, names: Sequence[str]) -> dict[str, float]:
     """Train modules plain and sharded: the largest difference of results, gradients and parameters of each."""
-    sizes = sizes_of(mesh)
-    devices = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-    found: dict[str, float] = {}
+    devices, found = devices_of(mesh), dict[str, float]()
     for name in names:
         whole, inputs, sharding = traced(name, mesh)
-        plain, module = copy.deepcopy(whole), copy.deepcopy(whole)
-        run_on(module, cut_at_random(sharding, random.Random(seed)), devices)
+        plain, module = copy.deepcopy(whole), cut_on_ranks(copy.deepcopy(whole), sharding, seed, devices)
         with warnings.catch_warnings():
             warnings.filterwarnings("error", ".*step by step")  # every module here becomes functions
             found[name] = difference(plain, module, inputs)
     return found
-
-
-def difference(plain: torch.nn.Module, module: torch.nn.Module, inputs: Sequence[Any]) -> float:
-    """Take two steps of SGD with both; return the largest difference, relative to the largest number of its kind."""
-    worst, optimizers = 0.0, [torch.optim.SGD(one.parameters(), lr=0.1) for one in (plain, module)]
-    for _ in range(2):
-        seen: list[tuple[torch.Tensor, dict[str, Any], torch.Tensor | None]] = []
-        for one, optimizer in zip((plain, module), optimizers, strict=True):
-            own = [part.detach().clone().requires_grad_(part.requires_grad) for part in inputs]
-            result = cast(torch.Tensor, one(*own))
-            optimizer.zero_grad()
-            result.backward(torch.ones_like(result).cumsum(-1) / result.numel() if result.dim() else None)  # pyright: ignore
-            seen.append((result.detach(), {path: part.grad for path, part in one.named_parameters()}, own[0].grad))
-            optimizer.step()  # pyright: ignore[reportUnknownMemberType]
-        (wanted, gradients, of_input), (result, own_gradients, of_own) = seen
-        largest = max(float(one.abs().max()) for one in gradients.values() if one is not None)
-        worst = max(worst, float((wanted - result).abs().max() / wanted.abs().max()))
-        for path, gradient in gradients.items():
-            assert (gradient is None) == (own_gradients[path] is None), path
-            if gradient is not None:
-                worst = max(worst, float((gradient - own_gradients[path].full_tensor()).abs().max()) / largest)
-        if of_input is not None and of_own is not None:
-            worst = max(worst, float((of_input - of_own).abs().max() / of_input.abs().max()))
-    state = cast(dict[str, Any], get_model_state_dict(module, options=StateDictOptions(full_state_dict=True)))
-    if dist.get_rank() == 0:  # parameters, and buffers such as running statistics
-        pairs = [(one.detach().double(), state[path].double()) for path, one in plain.state_dict().items()]
-        worst = max(worst, *(float((one - own).abs().max()) for one, own in pairs if one.numel()))
-    return worst
 
 
 def train_at_random(mesh: str, seed: int, names: Sequence[str] = tuple(MODULES)) -> None:
@@ -124,30 +76,22 @@ def test_random_cuts_on_meshes_of_all_kinds(mesh: str, seed: int):
     train_at_random(mesh, seed, tuple(MODULES)[seed % few :: few])
 
 
-class Adapted(torch.nn.Module):
+def adapted(own: Any, x: torch.Tensor) -> torch.Tensor:
     """A frozen weight that is used twice, with an adapter that is trained."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.frozen, self.adapter = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8, bias=False)
-        self.frozen.requires_grad_(False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.frozen(torch.tanh(self.frozen(x) + self.adapter(x)))
+    return x + own.a(torch.tanh(own.a(x) + own.b(x)))
 
 
-def adapted(seed: int) -> float:
+def trained_with_adapter(seed: int) -> float:
     torch.manual_seed(0)
-    module, x = Adapted().double(), torch.randn(4, 6, 8, dtype=torch.float64)
-    plain = copy.deepcopy(module)
+    module, x = Own(adapted).double(), torch.randn(4, 6, 8, dtype=torch.float64)
+    module.a.requires_grad_(False)
     found = shard_module(module, [x], load_cluster("local", ranks=4), "a=2,b=2", precision="fp32")
-    devices = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
-    return difference(plain, run_on(module, cut_at_random(found, random.Random(seed)), devices), [x])
+    return difference(copy.deepcopy(module), cut_on_ranks(module, found, seed, devices_of("a=2,b=2")), [x])
 
 
 @pytest.mark.parametrize("seed", rest_is_slow(range(3), 0))
 def test_frozen_weights_have_no_gradient_and_may_be_cut_in_several_ways(seed: int):
-    assert max(on_ranks(4, adapted, seed)) < 1e-12
+    assert max(on_ranks(4, trained_with_adapter, seed)) < 1e-12
 
 
 _HELD = ("attention, fused product", "nanoGPT block", "MLP-Mixer", "Llama layer", "convolutions with a skip")
@@ -155,7 +99,7 @@ _HELD = ("attention, fused product", "nanoGPT block", "MLP-Mixer", "Llama layer"
 
 def held(seed: int) -> dict[str, tuple[float, int]]:
     """Return how many numbers of parameters a rank holds at most, as is predicted, and how many this one holds."""
-    devices, found = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "model")), dict[str, tuple[float, int]]()
+    devices, found = devices_of("data=2,model=2"), dict[str, tuple[float, int]]()
     for name in _HELD:
         module, _, sharding = traced(name, "data=2,model=2")
         sharding = cut_at_random(sharding, random.Random(seed))

@@ -15,8 +15,7 @@ from autoshard.errors import InputError
 from autoshard.modules.capture import capture
 from autoshard.modules.shard import shard_module
 from autoshard.modules.state.tree import ModuleTree
-from tests.modules.modules import numbers
-from tests.modules.test_rare_modules import Own
+from tests.modules.modules import Own, numbers
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore:.*weight_norm", "ignore:The .grad"
@@ -112,6 +111,7 @@ def forces(own: Any, x: torch.Tensor) -> torch.Tensor:
     ("function", "says"),
     [
         (spoken, "decides by numbers that only a run knows. A function that autoshard.local marks may do so"),
+        (lambda own, x: own.a(x)[x[:, 0] > 0], "index gives numbers or a shape that only a run knows"),
         (lambda own, x: torch.cov(own.a(x)), "decides by numbers that only a run knows"),
         (lambda own, x: own.a(x) * x.max().item(), "mul takes numbers that only a run knows. A function"),
         (lambda own, x: torch.eye(6).to_sparse() @ own.a(x), "is a sparse tensor, which is not supported; give"),

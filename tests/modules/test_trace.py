@@ -2,7 +2,7 @@
 
 import functools
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,13 +22,13 @@ from autoshard.layout.table import program_of, strategies, strategy_lines
 from autoshard.modules.blocks import TracedBlock, traced_block
 from autoshard.modules.capture import Captured, capture
 from autoshard.modules.dims import Collision, NotAligned, factors, fresh, note, separate, size_of, unify
-from autoshard.modules.proof import ComparedTensor, ModuleRun
+from autoshard.modules.proof import ModuleRun
 from autoshard.modules.shard import shard_module
 from autoshard.spec.cluster_catalogue import load_cluster
-from autoshard.spec.mesh import Mesh
 from autoshard.spec.workload import Precision
+from tests.modules.comparing import compared, largest_error, random_cuts, run_to_compare
 from tests.modules.models import MODELS, model
-from tests.modules.modules import MODULES, SINGLE, Rotated, made, with_attention
+from tests.modules.modules import MODULES, SINGLE, Own, Rotated, made, numbers, with_attention
 from tests.slower import rest_is_slow
 
 PAGE = Path(__file__).parents[2] / "docs" / "developers" / "modules.md"
@@ -37,22 +37,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::F
 
 
 @functools.cache
-def traced(name: str) -> tuple[Captured, TracedBlock, ModuleRun]:
-    module, inputs = made(name)
-    captured = capture(module, inputs)
-    block = traced_block(captured.program, Precision.named("fp32"))
-    return captured, block, ModuleRun(module, inputs, captured, block)
-
-
-def random_cuts(block: TracedBlock, chosen: random.Random, atoms: tuple[str, ...] = ("edp", "kv")) -> dict[str, Any]:
-    return {op.name: dict(chosen.choice(op_cuts(block.block, op, atoms))) for op in cut_operations(block.block)}
-
-
-def compared(run: ModuleRun, cuts: Mapping[str, Any], boundary: Any = None) -> list[ComparedTensor]:
-    mesh = Mesh.virtual(edp=2, kv=2)
-    between = boundary or {}
-    program = lower(run.traced.block, cuts, dict(mesh.axes), lambda change: 1.0, boundary=between, keeps_gathered=True)
-    return run.compare(program, mesh)
+def traced(name: str) -> ModuleRun:
+    return run_to_compare(*made(name))
 
 
 QUICK = (
@@ -66,8 +52,9 @@ QUICK = (
     "name", rest_is_slow(sorted(MODULES, key=lambda name: name not in QUICK), len(QUICK), len(MODULES))
 )
 def test_any_legal_cut_gives_the_result_and_every_gradient(name: str):
-    captured, block, run = traced(name)
-    assert row(name, captured, block) in PAGE.read_text(encoding="utf-8").splitlines(), "see the table below"
+    run = traced(name)
+    block = run.traced
+    assert row(name, run.captured, block) in PAGE.read_text(encoding="utf-8").splitlines(), "see the table below"
     chosen = random.Random(0)
     bar = 1e-6 if name in SINGLE else 1e-12
     for trial in range(_CUTS):
@@ -90,11 +77,11 @@ def test_the_table_of_modules_in_the_docs_is_what_the_tests_see(
     section_of_any_module: Callable[[str, Sequence[str]], None],
 ):
     rows = ["| module | operations | dims | kept whole |", "| --- | ---: | ---: | ---: |"]
-    seen = {name: traced(name)[:2] for name in MODULES}
+    rows += [row(name, traced(name).captured, traced(name).traced) for name in MODULES]
     for name in MODELS:
         captured = capture(*model(name, 2))
-        seen[f"whole model, 2 layers: {name}"] = captured, traced_block(captured.program, Precision.named("fp32"))
-    rows += [row(name, captured, block) for name, (captured, block) in seen.items()]
+        block = traced_block(captured.program, Precision.named("fp32"))
+        rows.append(row(f"whole model, 2 layers: {name}", captured, block))
     section_of_any_module("modules", rows)
 
 
@@ -110,7 +97,7 @@ def test_the_cheapest_layouts_are_proven_as_well(name: str):
 
 
 def test_the_statistics_of_a_cut_batch_are_sums_of_a_few_numbers():
-    _, block, _ = traced("convnet, batch norm in training")
+    block = traced("convnet, batch norm in training").traced
     batch = block.dims["x"][0][0]
     cuts = {
         op.name: {batch: ("edp",)} if batch in op_dims(block.block, op) else {} for op in cut_operations(block.block)
@@ -123,10 +110,8 @@ def test_the_statistics_of_a_cut_batch_are_sums_of_a_few_numbers():
 
 
 def test_a_fault_in_what_may_be_cut_is_found():
-    module, inputs = made("scan along the sequence")
-    captured = capture(module, inputs)
-    block = traced_block(captured.program, Precision.named("fp32"))
-    run = ModuleRun(module, inputs, captured, block)
+    run = traced("scan along the sequence")
+    block = run.traced
     region = next(op for op in block.block.select("micro_batch", "F") if op.kind.whole_dims())
     seq = block.dims["x"][1][0]
     assert seq in region.kind.whole_dims()
@@ -172,22 +157,6 @@ def test_megatron_comes_out_of_plain_code_where_weights_stay_and_better_where_th
     assert found.solution.gap == megatron.gap == 0.0 and found.solution.cost_s < megatron.cost_s
 
 
-class Selects(torch.nn.Linear):
-    def __init__(self) -> None:
-        super().__init__(4, 4)
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        x = super().forward(input)
-        return x[x[:, 0] > 0]  # the positive ones
-
-
-class Branches(torch.nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if x.sum() > 0:
-            return x
-        return -x
-
-
 class Straight(torch.autograd.Function):
     """Rounds, and passes gradients on."""
 
@@ -200,26 +169,12 @@ class Straight(torch.autograd.Function):
         return gradient
 
 
-class RoundedStraight(torch.nn.Linear):
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return Straight.apply(super().forward(input))  # pyright: ignore
-
-
-class Nothing(torch.nn.Module):
-    """A weight with no row, as of a model whose two sizes are equal."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.own, self.more = torch.nn.Linear(4, 6, bias=False), torch.nn.Parameter(torch.ones(0, 4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x @ torch.cat([self.own.weight, self.more]).T
-
-
 def test_a_weight_without_numbers_changes_nothing():
-    module, x = Nothing().double(), torch.randn(4, 4, dtype=torch.float64)
+    """A weight with no row, as of a model whose two sizes are equal."""
+    module = Own(lambda own, x: x @ torch.cat([own.a.weight, own.more]).T, more=torch.nn.Parameter(torch.ones(0, 8)))
+    module, x = module.double(), torch.randn(4, 8, dtype=torch.float64)
     found = shard_module(module, [x], load_cluster("local", ranks=4), "tp=4")
-    assert {one.name for one in found.prove(module, [x])} >= {"result", "p_own_weight.sum"}
+    assert {one.name for one in found.prove(module, [x])} >= {"result", "p_a_weight.sum"}
     assert max(one.error for one in found.prove(module, [x])) < 1e-12
 
 
@@ -230,29 +185,10 @@ def test_a_module_that_gives_no_numbers_proves_nothing():
         found.prove(module, [x])
 
 
-class Shuffles(torch.nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x[torch.randperm(x.shape[0])] if self.training else x
-
-
-@pytest.mark.parametrize(
-    ("module", "complaint"),
-    [
-        (Shuffles(), "randperm draws random numbers"),
-        (Selects(), "the positive ones.*only a run knows"),
-        (Branches(), "if x.sum.. > 0.*only a run knows"),
-        (torch.nn.Sequential(torch.nn.Linear(4, 4), Shuffles()), "randperm draws random numbers"),
-    ],
-)
-def test_what_cannot_be_traced_is_refused_by_name(module: torch.nn.Module, complaint: str):
-    with pytest.raises(InputError, match=complaint):
-        capture(module.train(), (torch.randn(2, 4),))
-
-
 def test_a_backward_pass_of_the_users_own_is_read_and_not_sharded():
-    module, x = RoundedStraight(4, 4), torch.randn(2, 4)
+    module, x = Own(lambda own, x: Straight.apply(own.a(x))), torch.randn(2, 8)
     assert [step.name for step in capture(module, [x]).program.steps][-1] == "round_1"
-    with pytest.raises(InputError, match=r"Straight.apply\(super.*: Straight has a backward pass of its own"):
+    with pytest.raises(InputError, match=r"Straight.apply\(own.a.*: Straight has a backward pass of its own"):
         shard_module(module, [x], load_cluster("local", ranks=4), "tp=4")
 
 
@@ -275,13 +211,8 @@ class Traps(torch.nn.Module):
 def test_axes_by_name_detached_rounded_and_padded_numbers_are_read_as_torch_means_them():
     torch.manual_seed(0)
     inputs = torch.randn(2, 4, 6, dtype=torch.float64), torch.tensor([[0, 1, 2, 0], [3, 0, 7, 1]])
-    module, chosen = Traps().double(), random.Random(0)
-    captured = capture(module, inputs)
-    block = traced_block(captured.program, Precision.named("fp32"))
-    run = ModuleRun(module, inputs, captured, block)
-    for _ in range(12):
-        cuts = random_cuts(block, chosen)
-        assert max(one.error for one in compared(run, cuts)) < 1e-12
+    module = Traps().double()
+    assert largest_error(run_to_compare(module, inputs), 12) < 1e-12
     assert all(one.grad is None for one in (*module.parameters(), inputs[0]))  # a proof leaves nothing behind
 
 
@@ -301,9 +232,8 @@ class Rounded(torch.nn.Module):
 def test_numbers_are_rounded_where_the_module_rounds_them():
     torch.manual_seed(0)
     module, inputs = Rounded().double(), (torch.randn(4, 6, 8, dtype=torch.float64),)
-    captured, chosen = capture(module, inputs), random.Random(0)
-    block = traced_block(captured.program, Precision.named("fp32"))
-    run = ModuleRun(module, inputs, captured, block)
+    run, chosen = run_to_compare(module, inputs), random.Random(0)
+    block = run.traced
     for trial in range(4):
         cuts = random_cuts(block, chosen) if trial else {op.name: {} for op in cut_operations(block.block)}
         found = compared(run, cuts)
@@ -332,14 +262,11 @@ class Crossed(torch.nn.Module):
 def test_dims_that_cannot_be_told_apart_keep_an_operation_whole_and_leave_nothing_of_its_rule():
     torch.manual_seed(0)
     module, inputs = Crossed().double(), (torch.randn(2, 4, dtype=torch.float64),)
-    captured = capture(module, inputs)
-    (line,) = captured.program.kept_whole
+    run = run_to_compare(module, inputs)
+    (line,) = run.captured.program.kept_whole
     assert "linear" in line
-    assert not any(step.sort == "product" for step in captured.program.steps)
-    block = traced_block(captured.program, Precision.named("fp32"))
-    run, chosen = ModuleRun(module, inputs, captured, block), random.Random(1)
-    for _ in range(6):
-        assert max(one.error for one in compared(run, random_cuts(block, chosen))) < 1e-12
+    assert not any(step.sort == "product" for step in run.captured.program.steps)
+    assert largest_error(run, 6, seed=1) < 1e-12
 
 
 @torch.library.custom_op("tests::doubled", mutates_args=())
@@ -351,41 +278,27 @@ doubled.register_fake(torch.empty_like)
 doubled.register_autograd(lambda ctx, gradient: gradient * 2)
 
 
-class Unknown(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = torch.nn.Linear(6, 6)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return doubled(self.linear(x))
+class Unknown(torch.nn.Linear):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return doubled(super().forward(input))
 
 
 def test_what_nobody_knows_is_kept_whole_and_said_with_its_line():
     torch.manual_seed(0)
-    module, inputs = Unknown().double(), (torch.randn(2, 6, 6, dtype=torch.float64),)
-    captured = capture(module, inputs)
-    (line,) = captured.program.kept_whole
-    assert "tests.doubled" in line and "doubled(self.linear(x))" in line
-    block = traced_block(captured.program, Precision.named("fp32"))
-    run, chosen = ModuleRun(module, inputs, captured, block), random.Random(1)
-    for _ in range(3):
-        assert max(one.error for one in compared(run, random_cuts(block, chosen))) < 1e-12
+    run = run_to_compare(Unknown(6, 6).double(), [numbers(2, 6, 6)])
+    (line,) = run.captured.program.kept_whole
+    assert "tests.doubled" in line and "doubled(super().forward(input))" in line
+    assert largest_error(run, 3, seed=1) < 1e-12
 
 
-class WeightsFirst(torch.nn.Module):
+def weights_first(own: Any, x: torch.Tensor) -> torch.Tensor:
     """Two layers whose products have their weights on the left."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = (torch.nn.Parameter(torch.randn(8, 8)) for _ in range(2))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (self.b @ torch.tanh(self.a @ x.transpose(1, 2)).sin()).tanh()
+    return (own.b.weight @ torch.tanh(own.a.weight @ x.transpose(1, 2)).sin()).tanh()
 
 
 def test_gradients_of_inputs_wait_for_none_of_weights_where_weights_stand_first():
     inputs = [torch.randn(4, 4, 8).requires_grad_()]
-    found = shard_module(WeightsFirst(), inputs, load_cluster("local", ranks=4), "a=2,b=2", precision="fp32")
+    found = shard_module(Own(weights_first), inputs, load_cluster("local", ranks=4), "a=2,b=2", precision="fp32")
     block, chosen = found.traced.block, random.Random(0)
     for _ in range(20):
         cuts = {op.name: dict(chosen.choice(op_cuts(block, op, ["a", "b"]))) for op in cut_operations(block)}
@@ -435,19 +348,14 @@ def test_dims_that_a_tensor_has_both_or_that_were_set_apart_never_become_one():
         unify((*fresh(2), *fresh(3)), (*fresh(3), *fresh(2)))
 
 
-class SharedTable(torch.nn.Module):
+def of_shared_table(own: Any, source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """An encoder and a decoder that read one table."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.mix = torch.nn.Embedding(32, 16), torch.nn.Linear(16, 16, bias=False)
-
-    def forward(self, source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        return (self.mix(self.table(source)).sum(1, keepdim=True) * self.table(target)).square().mean()
+    return (own.mix(own.table(source)).sum(1, keepdim=True) * own.table(target)).square().mean()
 
 
 def test_the_gradient_of_a_weight_with_two_readers_is_summed_over_its_copies_once_a_step() -> None:
-    module, ids = SharedTable().double(), torch.arange(16 * 4).reshape(16, 4) % 32
+    module = Own(of_shared_table, table=torch.nn.Embedding(32, 16), mix=torch.nn.Linear(16, 16, bias=False)).double()
+    ids = torch.arange(16 * 4).reshape(16, 4) % 32
     pins = {"table.weight": "[_, _]", "mix": "[/dp, _, _]", "table": "[/dp, _, _]"}
     found = shard_module(module, [ids, ids.flip(0)], "h100-80", "dp=8", pins=pins)
     (name,) = (name for name, path in found.captured.parameters.items() if path == "table.weight")

@@ -12,13 +12,11 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from autoshard.modules.shard import sizes_of
-from autoshard.modules.sharded import run_on
+from tests.modules.comparing import cut_on_ranks, devices_of
 from tests.modules.test_randomness import MODULES, made, on_one_rank, traced
-from tests.modules.test_sharded import cut_at_random
 from tests.ranks.torchrun import on_torchrun
 from tests.soak.hunt import HuntResult
 
@@ -49,10 +47,9 @@ def whole(one: torch.Tensor) -> torch.Tensor:
 
 def on_ranks(name: str, mesh: str, seed: int, folder: str, killed: bool) -> list[Step]:
     """Take half of the steps, from the state that is there; save the state, and be killed if so asked."""
-    sizes, state = sizes_of(mesh), Path(folder, f"state-{dist.get_rank()}.pt")
-    devices = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    state = Path(folder, f"state-{dist.get_rank()}.pt")
     module, x = made(name)
-    run_on(module, cut_at_random(traced(name, mesh), random.Random(seed)), devices)
+    cut_on_ranks(module, traced(name, mesh), seed, devices_of(mesh))
     torch.manual_seed(_SEED + dist.get_rank())  # rank 0 decides
     if state.exists():
         saved = cast(Any, torch.load(state, weights_only=False))
