@@ -19,7 +19,7 @@ from autoshard.spec.cluster_catalogue import load_cluster
 from tests.modules.comparing import cut_on_ranks, devices_of
 from tests.modules.models import model
 from tests.modules.modules import Own
-from tests.ranks.spawn import Replaced, on_ranks
+from tests.ranks.spawn import Replaced, each_rank, on_ranks
 from tests.slower import each_third_is_fast, rest_is_slow
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
@@ -73,65 +73,55 @@ def differences(plain: nn.Module, module: nn.Module, run: Callable[[nn.Module], 
     return max(worst, *(float((one - other).abs().max()) for one, other in pairs))
 
 
-def modes(seed: int) -> tuple[list[float], int]:
-    """Call a net in its modes: as it was traced, with fewer images, evaluating, and with a part that is frozen."""
+@pytest.mark.parametrize("seed", rest_is_slow([0, 1], 0, 1))
+@each_rank(4)
+def test_a_module_is_traced_again_for_other_shapes_modes_and_gradients(seed: int):
+    """As it was traced, with fewer images, evaluating, with a part that evaluates or is frozen, and for an input."""
     torch.manual_seed(0)
     plain, x = Convnet().double(), torch.randn(8, 3, 4, 4, dtype=torch.float64)
-    module, found = sharded(copy.deepcopy(plain), [x], seed), list[float]()
+    module = sharded(copy.deepcopy(plain), [x], seed)
 
     def both(change: Callable[[Any], object]) -> None:
         for one in (plain, module):
             change(one)
 
-    found.append(differences(plain, module, lambda one: one(x)))
-    found.append(differences(plain, module, lambda one: one(x[:5])))
+    assert differences(plain, module, lambda one: one(x)) < 1e-12
+    assert differences(plain, module, lambda one: one(x[:5])) < 1e-12
     both(lambda one: one.eval())
     with torch.no_grad():
-        found.append(differences(plain, module, lambda one: one(x)))
+        assert differences(plain, module, lambda one: one(x)) < 1e-12
     both(lambda one: one.train().norm.eval())
-    found.append(differences(plain, module, lambda one: one(x)))
+    assert differences(plain, module, lambda one: one(x)) < 1e-12
     both(lambda one: (one.norm.train(), one.first.requires_grad_(False)))
-    found.append(differences(plain, module, lambda one: one(x)))
+    assert differences(plain, module, lambda one: one(x)) < 1e-12
     both(lambda one: one.first.requires_grad_(True))
     image = x.clone().requires_grad_()
-    found.append(differences(plain, module, lambda one: one(image)))
+    assert differences(plain, module, lambda one: one(image)) < 1e-12
     wanted = cast(torch.Tensor, image.grad) / 2  # both have added theirs
     image.grad = None
     plain(image).square().sum().backward()
-    found.append(float((wanted - cast(torch.Tensor, image.grad)).abs().max()))
-    return found, len(cast(ShardedModule, module).autoshard.runners)
-
-
-@pytest.mark.parametrize("seed", rest_is_slow([0, 1], 0, 1))
-def test_a_module_is_traced_again_for_other_shapes_modes_and_gradients(seed: int):
-    for found, programs in on_ranks(4, modes, seed):
-        assert len(found) == 7 and max(found) < 1e-12 and programs == 6
-
-
-def language(seed: int) -> list[float]:
-    """Train a Llama with whole and partial batches; evaluate it without labels."""
-    torch.manual_seed(0)
-    plain, inputs = model("Llama", 2)
-    tokens, module = inputs["input_ids"], sharded(copy.deepcopy(plain), inputs, seed, ["loss"])
-    found: list[float] = []
-    for count in (4, 3, 4):
-        found.append(
-            differences(plain, module, lambda one, n=count: one(input_ids=tokens[:n], labels=tokens[:n])["loss"])
-        )
-    with torch.no_grad():
-        found.append(differences(plain, module, lambda one: one(input_ids=tokens[:2]).logits))
-    return found
+    assert float((wanted - cast(torch.Tensor, image.grad)).abs().max()) < 1e-12
+    assert len(cast(ShardedModule, module).autoshard.runners) == 6
 
 
 @pytest.mark.slow
 @pytest.mark.thorough
+@each_rank(4)
 def test_a_language_model_is_evaluated_without_labels():
-    for found in on_ranks(4, language, 0):
-        assert len(found) == 4 and max(found) < 1e-5, found
+    """A Llama is trained with whole and partial batches before."""
+    torch.manual_seed(0)
+    plain, inputs = model("Llama", 2)
+    tokens, module = inputs["input_ids"], sharded(copy.deepcopy(plain), inputs, 0, ["loss"])
+    for count in (4, 3, 4):
+        words = {"input_ids": tokens[:count], "labels": tokens[:count]}
+        assert differences(plain, module, lambda one, words=words: one(**words)["loss"]) < 1e-5
+    with torch.no_grad():
+        assert differences(plain, module, lambda one: one(input_ids=tokens[:2]).logits) < 1e-5
 
 
-def under_autocast(name: str) -> tuple[bool, list[tuple[float, float]]]:
-    """Return whether formats are equal, and how far numbers are from those in FP32: plain ones, and sharded ones."""
+@pytest.mark.parametrize("name", rest_is_slow(["Llama", "GPT-2", "torch's TransformerEncoder"], 0, 1))
+@each_rank(4)
+def test_autocast_rounds_as_it_does_in_the_plain_module(name: str):
     torch.manual_seed(0)
     plain, drawn = model(name, 2)
     inputs = {name: one.float() if one.is_floating_point() else one for name, one in drawn.items()}
@@ -144,14 +134,9 @@ def under_autocast(name: str) -> tuple[bool, list[tuple[float, float]]]:
         result["loss"].backward()
         logits.append(whole(result["logits"]).detach())
         rows.append(torch.cat([cast(torch.Tensor, own).flatten() for own in gradients(one).values()]))
-    far = [(float((own - exact).norm()), float((ours - exact).norm())) for exact, own, ours in (logits, rows)]
-    return logits[1].dtype == logits[2].dtype, far
-
-
-@pytest.mark.parametrize("name", rest_is_slow(["Llama", "GPT-2", "torch's TransformerEncoder"], 0, 1))
-def test_autocast_rounds_as_it_does_in_the_plain_module(name: str):
-    for same, far in on_ranks(4, under_autocast, name):
-        assert same and all(0.5 < ours / plain < 1.4 for plain, ours in far), far  # of numbers in FP32 it would be 0
+    assert logits[1].dtype == logits[2].dtype
+    for exact, own, ours in (logits, rows):
+        assert 0.5 < float((ours - exact).norm() / (own - exact).norm()) < 1.4  # of numbers in FP32 it would be 0
 
 
 def without_numbers(kind: str) -> float:
@@ -215,37 +200,27 @@ def test_a_module_of_one_operation_is_priced_as_every_other(name: str, trains_in
     assert found.sharding.memory_bytes >= weights_bytes / 2 and found.sharding.time_s > 0
 
 
-def many() -> list[str]:
+@pytest.mark.slow
+@each_rank(2)
+def test_many_kinds_of_calls_are_told_once():
     module = shard(nn.Linear(4, 4), [torch.ones(1, 4)], "data=2")
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         for count in range(1, 12):
             module(torch.ones(count, 4))
-    return [str(one.message) for one in told if "kinds of calls" in str(one.message)]
+    (message,) = (str(one.message) for one in told if "kinds of calls" in str(one.message))
+    assert "traced for 8 kinds of calls" in message
 
 
-@pytest.mark.slow
-def test_many_kinds_of_calls_are_told_once():
-    for found in on_ranks(2, many):
-        assert len(found) == 1 and "traced for 8 kinds of calls" in found[0]
-
-
-def refused() -> str:
+@each_rank(2)
+def test_a_call_that_cannot_be_traced_is_refused_and_changes_nothing():
     plain = Own(lambda own, x: x[torch.randperm(x.shape[0])] if own.training else own.a(x)).eval()
     module = shard(plain, [torch.ones(2, 8)], "data=2")
     paths = [path for path, _ in module.named_parameters()]
-    try:
+    with pytest.raises(InputError, match="randperm draws random numbers"):
         module.train()(torch.ones(2, 8))
-    except InputError as error:
-        module.eval()(torch.ones(2, 8))
-        assert [path for path, _ in module.named_parameters()] == paths and "Sharded" in type(module).__name__
-        return str(error)
-    return ""
-
-
-def test_a_call_that_cannot_be_traced_is_refused_and_changes_nothing():
-    for found in on_ranks(2, refused):
-        assert "randperm draws random numbers" in found
+    module.eval()(torch.ones(2, 8))
+    assert [path for path, _ in module.named_parameters()] == paths and "Sharded" in type(module).__name__
 
 
 def test_inputs_hints_and_meshes_of_other_kinds_are_refused_by_their_names() -> None:

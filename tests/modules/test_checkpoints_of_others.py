@@ -2,6 +2,7 @@
 
 # pyright: reportMissingImports=false
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import autoshard
 from autoshard.errors import InputError
 from autoshard.modules.running.wholes import sharded_trainer
 from tests.modules.test_loops_of_others import as_torchrun, decoder, import_accelerate, joined, samples, sharded
-from tests.ranks.spawn import on_ranks
+from tests.ranks.spawn import each_rank, on_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of three libraries
 
@@ -68,25 +69,20 @@ def test_a_killed_trainer_resumes_on_any_mesh(tmp_path: Path, others: str):
         )
 
 
-def refused_alone() -> list[str]:
-    model: Any = autoshard.shard(decoder(), joined(samples()[:2]), "tp=2", results=["loss"])
-    said = list[str]()
-    for name, value in (("save_pretrained", "nowhere"), ("push_to_hub", "me/mine"), ("resize_token_embeddings", 300)):
-        with pytest.raises(InputError) as caught:
-            getattr(model, name)(value)
-        said.append(str(caught.value))
-    return said
-
-
+@each_rank(2)
 def test_a_rank_alone_neither_saves_its_parts_as_the_whole_nor_makes_other_parameters():
-    for saved, pushed, resized in on_ranks(2, refused_alone, timeout_s=300):
-        assert saved.startswith("save_pretrained: would write the parts of one rank; use autoshard.sharded_trainer")
-        assert pushed.startswith("push_to_hub: would write the parts of one rank; use autoshard.sharded_trainer")
-        assert resized.startswith("resize_token_embeddings: makes other parameters than the sharded module has; call")
+    model: Any = autoshard.shard(decoder(), joined(samples()[:2]), "tp=2", results=["loss"])
+    for name, value, says in (
+        ("save_pretrained", "nowhere", "would write the parts of one rank; use autoshard.sharded_trainer"),
+        ("push_to_hub", "me/mine", "would write the parts of one rank; use autoshard.sharded_trainer"),
+        ("resize_token_embeddings", 300, "makes other parameters than the sharded module has; call"),
+    ):
+        with pytest.raises(InputError, match=f"^{name}: {re.escape(says)}"):
+            getattr(model, name)(value)
 
 
-def loaded_whole() -> list[float]:
-    differences = list[float]()
+@each_rank(2)
+def test_a_plain_state_loads_into_a_sharded_module():
     for assign in (False, True):
         model: Any = autoshard.shard(decoder(), joined(samples()[:2]), "tp=2", results=["loss"])
         other = decoder()
@@ -94,10 +90,4 @@ def loaded_whole() -> list[float]:
             torch.nn.init.normal_(weight, generator=torch.Generator().manual_seed(weight.numel()))
         model.load_state_dict(other.state_dict(), assign=assign)
         inputs = joined(samples()[:2])
-        differences.append(float((model(**inputs).loss - other(**inputs).loss).detach().abs()))
-    return differences
-
-
-def test_a_plain_state_loads_into_a_sharded_module():
-    for differences in on_ranks(2, loaded_whole, timeout_s=300):
-        assert max(differences) < 1e-5
+        assert float((model(**inputs).loss - other(**inputs).loss).abs()) < 1e-5

@@ -18,7 +18,7 @@ from autoshard.runtime.machine import missing_compiler
 from tests.modules.comparing import cut_on_ranks, devices_of, difference
 from tests.modules.modules import MODULES, SINGLE
 from tests.modules.test_sharded import traced
-from tests.ranks.spawn import on_ranks
+from tests.ranks.spawn import each_rank, on_ranks
 from tests.slower import rest_is_slow
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
@@ -107,9 +107,15 @@ def test_equal_layers_are_compiled_once():
     assert few[0][1] > 0
 
 
-def failing(place: str) -> list[str]:
-    """The warnings where something fails; the numbers are right."""
-
+@pytest.mark.parametrize(
+    ("place", "says"),
+    [
+        ("compile_fx_inner", "a part of the module runs without being compiled: no such machine"),
+        ("Recording", "the module runs step by step, without functions: no such machine"),
+    ],
+)
+@each_rank(1)
+def test_what_is_not_compiled_runs_as_it_is_with_one_warning(place: str, says: str):
     def fail(*_: Any, **__: Any) -> Any:
         raise NotImplementedError("no such machine")
 
@@ -119,19 +125,8 @@ def failing(place: str) -> list[str]:
         patch.setattr(capturing if place == "Recording" else import_module("torch._inductor.compile_fx"), place, fail)
         warnings.simplefilter("default")
         worst = difference(plain, shard(module, [x], "a=1", compile=True), [x])
-    assert worst < 1e-12
-    return [str(one.message) for one in caught if "the module" in str(one.message)]
-
-
-@pytest.mark.parametrize(
-    ("place", "says"),
-    [
-        ("compile_fx_inner", "a part of the module runs without being compiled: no such machine"),
-        ("Recording", "the module runs step by step, without functions: no such machine"),
-    ],
-)
-def test_what_is_not_compiled_runs_as_it_is_with_one_warning(place: str, says: str):
-    assert on_ranks(1, failing, place) == [[says]]
+    assert worst < 1e-12, "the numbers are right"
+    assert [str(one.message) for one in caught if "the module" in str(one.message)] == [says]
 
 
 @local("batch seq _ -> batch seq _")
@@ -147,17 +142,14 @@ class Damped(Layer):
         return damped(super().forward(x))
 
 
-def marked() -> float:
+@each_rank(2, replaced=[(functions, "compiler_of", as_they_are)])
+def test_a_function_that_the_user_marks_is_called_as_it_is():
     torch.manual_seed(0)
     module, x = Damped().double(), batch()
     plain = copy.deepcopy(module)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", ".*without being compiled")
-        return difference(plain, shard(module, [x], "a=2", compile=True), [x])
-
-
-def test_a_function_that_the_user_marks_is_called_as_it_is():
-    assert max(on_ranks(2, marked, replaced=[(functions, "compiler_of", as_they_are)])) < 1e-12
+        assert difference(plain, shard(module, [x], "a=2", compile=True), [x]) < 1e-12
 
 
 def most_values(layers: int) -> int:
@@ -171,5 +163,6 @@ def most_values(layers: int) -> int:
     return most
 
 
+@each_rank(1)
 def test_gradients_of_activations_are_not_kept_until_the_end_of_backward():
-    assert on_ranks(1, most_values, 3) == on_ranks(1, most_values, 6)
+    assert most_values(3) == most_values(6)

@@ -16,7 +16,7 @@ from autoshard.errors import InputError
 from autoshard.modules.capture import capture
 from autoshard.modules.shard import shard_module
 from autoshard.modules.sharded import shard
-from tests.ranks.spawn import on_ranks
+from tests.ranks.spawn import each_rank
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 
@@ -67,11 +67,6 @@ def of_constants(m: Any, y: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
     return m.b(y) * angles.sin()
 
 
-def test_autocast_is_off_in_what_depends_on_no_parameter():
-    for far, moved in on_ranks(2, under_autocast, of_constants):
-        assert far < moved < 0.1 and moved > 1e-4
-
-
 def gradients_off(m: Any, y: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
     with torch.autocast("cpu", enabled=False):
         factor = m.b(y)
@@ -85,8 +80,13 @@ def test_gradients_that_are_switched_inside_of_autocast_are_refused_with_their_l
         shard_module(Inside(gradients_off), inputs(torch.float32), "h100-80", "data=8")
 
 
-def under_autocast(function: Any) -> list[float]:
-    """Return how far results and gradients are from those of the plain module, and how far autocast moves them."""
+def switched_on_twice(m: Any, y: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    return switched_on(m, y, places) * 2
+
+
+@pytest.mark.parametrize("function", [switched_on_twice, of_constants])
+@each_rank(2)
+def test_autocast_as_around_the_module_rounds_alike_and_is_off_in_what_depends_on_no_parameter(function: Any):
     rows: list[torch.Tensor] = []
     with torch.autocast("cpu", dtype=torch.bfloat16):
         module = shard(Inside(function), inputs(torch.float32), "data=2")
@@ -97,12 +97,8 @@ def under_autocast(function: Any) -> list[float]:
         whole: list[Any] = [getattr(own.grad, "full_tensor", lambda own=own: own.grad)() for own in one.parameters()]
         rows.append(torch.cat([result.detach().flatten(), *(own.flatten() for own in whole)]).double())
     exact, plain, sharded = rows
-    return [float((sharded - plain).norm() / exact.norm()), float((plain - exact).norm() / exact.norm())]
-
-
-def test_autocast_as_around_the_module_rounds_alike():
-    for far, moved in on_ranks(2, under_autocast, lambda m, y, _: switched_on(m, y, _) * 2):
-        assert far < moved < 0.1 and moved > 1e-4
+    far, moved = (float((one - plain).norm() / exact.norm()) for one in (sharded, exact))
+    assert far < moved < 0.1 and moved > 1e-4
 
 
 @pytest.mark.parametrize(
@@ -135,18 +131,14 @@ def with_own_class(m: Any, y: torch.Tensor, _: torch.Tensor) -> Made:
     return Made(m.b(y), y.square().mean())
 
 
-def of_own_class() -> tuple[float, str]:
+@each_rank(2)
+def test_a_result_of_a_class_without_names_is_made_again():
     made_known()
     plain, module = Inside(with_own_class), shard(Inside(with_own_class), inputs(torch.float32), "data=2")
     wanted, found = (one(*inputs(torch.float32)) for one in (plain, module))
     found.loss.backward()
-    far = max(float((wanted.sample - found.sample).detach().abs().max()), float((wanted.loss - found.loss).detach()))
-    return far, type(found).__name__
-
-
-def test_a_result_of_a_class_without_names_is_made_again():
-    for far, name in on_ranks(2, of_own_class):
-        assert far < 1e-6 and name == "Made"
+    assert max(float((getattr(wanted, key) - getattr(found, key)).abs().max()) for key in ("sample", "loss")) < 1e-6
+    assert type(found) is Made
 
 
 def decides(m: Any, y: torch.Tensor, _: torch.Tensor) -> torch.Tensor:

@@ -28,7 +28,7 @@ from tests.modules.comparing import (
     run_to_compare,
 )
 from tests.modules.modules import numbers
-from tests.ranks.spawn import on_ranks
+from tests.ranks.spawn import each_rank
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
@@ -108,8 +108,9 @@ def test_a_function_that_is_not_traced_runs_as_before():
         assert torch.equal(settled(x, lengths), loop(x, lengths))
 
 
-def trained() -> tuple[set[int], float]:
-    """Train one step with each: the batches that the function had, and the largest difference."""
+@pytest.mark.slow
+@each_rank(2)
+def test_each_of_two_processes_runs_it_on_its_part():
     _, (x, lengths) = made()
     seen: list[int] = []
 
@@ -133,25 +134,17 @@ def trained() -> tuple[set[int], float]:
         found.append([result.detach(), *(part for part in whole if part is not None)])
     assert len(found[0]) == len(found[1]) == 4
     errors = [float((a - b).abs().max() / a.abs().max().clamp(min=1e-3)) for a, b in zip(*found, strict=True)]
-    return {*seen[-2:]}, max(errors)  # forward, and again in backward
+    assert max(errors) < 1e-11
+    assert {*seen[-2:]} == {2}, "the batch that the function had, forward and again in backward"
 
 
-def cut(seed: int) -> float:
-    """Train two steps with random legal cuts."""
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(2))
+@each_rank(2)
+def test_two_steps_on_two_processes_are_those_of_one(seed: int):
     module, inputs = made()
     found = shard_module(module, inputs, load_cluster("local", ranks=2), "data=2", precision="fp32")
-    return difference(copy.deepcopy(module), cut_on_ranks(module, found, seed, devices_of("data=2")), inputs)
-
-
-@pytest.mark.slow
-def test_two_steps_on_two_processes_are_those_of_one():
-    assert max(max(on_ranks(2, cut, seed)) for seed in range(2)) < 1e-11
-
-
-@pytest.mark.slow
-def test_each_of_two_processes_runs_it_on_its_part():
-    for lengths, error in on_ranks(2, trained):
-        assert lengths == {2} and error < 1e-11
+    assert difference(copy.deepcopy(module), cut_on_ranks(module, found, seed, devices_of("data=2")), inputs) < 1e-11
 
 
 class Calls(torch.nn.Module):

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import autoshard
 from autoshard.modules.sharded import shard
-from tests.ranks.spawn import on_ranks
+from tests.ranks.spawn import each_rank, on_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of three libraries
 
@@ -221,7 +221,9 @@ def test_lightning_trains_a_sharded_module():
     compare(found, wanted, STEPS)
 
 
-def in_bf16() -> bool:
+@pytest.mark.slow
+@each_rank(1, prepare=import_accelerate)
+def test_a_sharded_module_computes_in_the_format_that_accelerate_was_asked_for():
     from accelerate import Accelerator
 
     as_torchrun()
@@ -231,9 +233,4 @@ def in_bf16() -> bool:
     model = Accelerator(cpu=True, mixed_precision="bf16").prepare(shard(decoder(), inputs, "dp=1"))
     logits = model(**inputs).logits
     assert wanted.dtype == torch.bfloat16 and logits.dtype == torch.float32
-    return torch.equal(logits, wanted.float())
-
-
-@pytest.mark.slow
-def test_a_sharded_module_computes_in_the_format_that_accelerate_was_asked_for():
-    assert on_ranks(1, in_bf16, prepare=import_accelerate, timeout_s=300) == [True]
+    assert torch.equal(logits, wanted.float())

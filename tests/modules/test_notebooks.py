@@ -3,6 +3,7 @@
 import copy
 import io
 import os
+import re
 import subprocess
 import sys
 import time
@@ -18,7 +19,7 @@ from autoshard.modules.running import loops
 from autoshard.modules.running.loops import told
 from autoshard.modules.sharded import shard
 from tests.modules.test_loops_of_others import decoder
-from tests.ranks.spawn import ROOT, on_ranks
+from tests.ranks.spawn import ROOT, each_rank, on_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
@@ -45,22 +46,29 @@ def test_a_process_that_nobody_started_as_a_rank_is_the_only_one():
     assert "mesh: 2 ranks do not run here (1 do); start as many: torchrun --nproc-per-node 2" in done.stdout
 
 
-def generated() -> list[str]:
-    """Generate words with a sharded decoder; say what it refuses."""
+@pytest.mark.slow
+@each_rank(2)
+def test_a_decoder_generates_and_what_it_cannot_do_is_refused_in_a_sentence():
     words = torch.randint(3, 32, (2, 5), generator=torch.Generator().manual_seed(0))
     plain = decoder().eval()
     options = {"max_new_tokens": 2, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
     wanted = plain.generate(words, **options)
     module: Any = shard(decoder().eval(), {"input_ids": words}, "tp=2", results=["logits"])
     assert torch.equal(module.generate(words, **options), wanted) and wanted.shape == (2, 7)
-    with pytest.raises(InputError) as of_cache:
+
+    def refused(says: str) -> Any:
+        return pytest.raises(InputError, match=f"^{re.escape(says)}")
+
+    with refused("module: takes or returns a cache, which programs do not have; pass use_cache=False"):
         module.generate(words, use_cache=True, **options)
-    with pytest.raises(InputError) as of_part:
+    with refused("model.embed_tokens: is a part of a sharded module, which cannot run by itself; call"):
         module.get_input_embeddings()(words)
     twin = copy.deepcopy(module)
-    with pytest.raises(InputError) as of_twin:
+    with refused("model: is a part of a sharded module"):
         twin.model(words)
-    with pytest.raises(InputError) as of_pickle:
+    with refused(
+        "module: each rank has parts of it, so it is not pickled; save its state (torch.distributed.checkpoint"
+    ):
         torch.save(module, io.BytesIO())
     with torch.no_grad():
         logits = module(words).logits
@@ -69,18 +77,6 @@ def generated() -> list[str]:
         assert torch.equal(twin(words).logits, logits) and not module(words).logits.any()
         assert torch.equal(copy.copy(twin)(words).logits, logits)
         assert torch.equal(torch.compile(twin)(words).logits, logits)
-    return [str(one.value) for one in (of_cache, of_part, of_twin, of_pickle)]
-
-
-@pytest.mark.slow
-def test_a_decoder_generates_and_what_it_cannot_do_is_refused_in_a_sentence():
-    for of_cache, of_part, of_twin, of_pickle in on_ranks(2, generated, timeout_s=300):
-        assert of_cache == "module: takes or returns a cache, which programs do not have; pass use_cache=False"
-        assert of_part.startswith("model.embed_tokens: is a part of a sharded module, which cannot run by itself; call")
-        assert of_twin.startswith("model: is a part of a sharded module")
-        assert of_pickle == (
-            "module: each rank has parts of it, so it is not pickled; save its state (torch.distributed.checkpoint)"
-        )
 
 
 def saved(folder: Path, mesh: str, starts: bool) -> tuple[list[float], bool]:
@@ -126,8 +122,8 @@ def test_what_takes_longer_than_a_moment_is_told(monkeypatch: pytest.MonkeyPatch
     assert capsys.readouterr().err == "autoshard: traces Net; this is done once ...\nautoshard: ... took 0 s\n"
 
 
-def experts() -> tuple[str, str]:
-    """Shard a mixture whose experts depend on numbers; return what is printed, and what is raised."""
+@each_rank(1)
+def test_a_refusal_prints_no_graph():
     from contextlib import redirect_stderr, redirect_stdout
 
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
@@ -145,13 +141,8 @@ def experts() -> tuple[str, str]:
     with (
         redirect_stdout(io.StringIO()) as out,
         redirect_stderr(io.StringIO()) as err,
-        pytest.raises(InputError) as told,
+        pytest.raises(InputError, match="decides by numbers that only a run knows"),
     ):
         shard(Qwen3MoeForCausalLM(config), {"input_ids": words}, "dp=1", results=["logits"])
     lines = [line for line in (out.getvalue() + err.getvalue()).splitlines() if not line.startswith("autoshard:")]
-    return "\n".join(lines), str(told.value)
-
-
-def test_a_refusal_prints_no_graph():
-    ((printed, refusal),) = on_ranks(1, experts, timeout_s=300)
-    assert printed == "" and "decides by numbers that only a run knows" in refusal
+    assert not lines

@@ -1,6 +1,7 @@
 """What users' modules and loops do beside layers: hooks, losses of several results, copies, buffers of any form."""
 
 import copy
+import re
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -12,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from autoshard.errors import InputError
 from autoshard.modules.sharded import shard
-from tests.ranks.spawn import on_ranks
+from tests.ranks.spawn import each_rank, on_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
@@ -82,19 +83,16 @@ def gradient_times_3(module: Layers) -> None:
     module.a.weight.register_hook(lambda gradient: gradient * 3)
 
 
-def with_hooks() -> list[float]:
-    found = [worst(*both(prepare=one)) for one in (twice, twice_inside, gradient_times_3)]
+@each_rank(2)
+def test_hooks_are_called_as_in_the_plain_module():
+    for hook in (twice, twice_inside, gradient_times_3):
+        assert worst(*both(prepare=hook)) < 1e-12, hook
     plain, module = both()
-    found.append(worst(plain, module))
+    assert worst(plain, module) < 1e-12
     for one in (plain, module):
         twice_inside(one)
         one.zero_grad()
-    found.append(worst(plain, module))
-    return found
-
-
-def test_hooks_are_called_as_in_the_plain_module():
-    assert max(max(found) for found in on_ranks(2, with_hooks)) < 1e-12
+    assert worst(plain, module) < 1e-12
 
 
 def backward_hook(module: Layers) -> None:
@@ -113,28 +111,20 @@ class Checkpointed(Layers):
         return self.b(checkpoint(self.a, self.b(x), use_reentrant=True))
 
 
-def refusals() -> list[str]:
-    found: list[str] = []
-    for kind, prepare in ((Layers, backward_hook), (Hooked, id), (Checkpointed, id)):
-        with pytest.raises(InputError) as caught:
-            both(kind, prepare)
-        found.append(str(caught.value))
-    _, module = both()
-    with pytest.raises(InputError) as caught:
-        shard(module, [batch()], "data=2")
-    return [*found, str(caught.value)]
-
-
+@each_rank(2)
 def test_what_backward_would_leave_out_is_refused_with_its_place():
-    says = (
-        "module: b: has a hook of its backward pass",
-        "y.register_hook(lambda gradient: gradient * 7): the hook of a tensor would not be called",
-        "use_reentrant=True)): CheckpointFunction has a backward pass of its own, which is not traced; "
-        "give checkpoint use_reentrant=False",
-        "module: is sharded already",
-    )
-    for found in on_ranks(2, refusals):
-        assert all(text in message for text, message in zip(says, found, strict=True)), found
+    cases: list[tuple[type[Layers], Callable[[Any], object], str]] = [
+        (Layers, backward_hook, "module: b: has a hook of its backward pass"),
+        (Hooked, id, "y.register_hook(lambda gradient: gradient * 7): the hook of a tensor would not be called"),
+        (Checkpointed, id, "use_reentrant=True)): CheckpointFunction has a backward pass of its own, which is not "
+                           "traced; give checkpoint use_reentrant=False"),
+    ]  # fmt: skip
+    for kind, prepare, says in cases:
+        with pytest.raises(InputError, match=re.escape(says)):
+            both(kind, prepare)
+    _, module = both()
+    with pytest.raises(InputError, match="module: is sharded already"):
+        shard(module, [batch()], "data=2")
 
 
 class Around(nn.Module):
@@ -154,46 +144,34 @@ class Curved(Layers):
         return nn.functional.gelu(super().forward(x))
 
 
-def with_checkpoint_around() -> float:
-    plain, module = both(Curved)
-    return worst(Around(plain), Around(module))
-
-
+@each_rank(2)
 def test_a_checkpoint_may_be_around_a_sharded_module():
-    assert max(on_ranks(2, with_checkpoint_around)) < 1e-12
+    plain, module = both(Curved)
+    assert worst(Around(plain), Around(module)) < 1e-12
 
 
 def of_both(found: Any) -> torch.Tensor:
     return found[0].abs().mean() + found[1]
 
 
-def losses_of_both() -> float:
-    return worst(*both(WithLoss, results=["0", "1"]), of_both)
-
-
+@each_rank(2)
 def test_gradients_begin_at_all_results_that_are_named():
-    assert max(on_ranks(2, losses_of_both)) < 1e-12
+    assert worst(*both(WithLoss, results=["0", "1"]), of_both) < 1e-12
 
 
-def loss_of_what_has_no_gradient() -> None:
+@each_rank(2)
+def test_a_loss_of_a_result_without_a_gradient_is_refused_with_the_remedy():
     _, module = both(WithLoss)
     with pytest.raises(RuntimeError, match=r"begin at 1, not at 0; shard it with results=\['1', '0'\]"):
         of_both(module(batch())).backward()  # pyright: ignore[reportUnknownMemberType]
 
 
-def test_a_loss_of_a_result_without_a_gradient_is_refused_with_the_remedy():
-    on_ranks(2, loss_of_what_has_no_gradient)
-
-
-def penalty() -> None:
+@each_rank(2)
+def test_gradients_of_gradients_are_refused():
     _, module = both()
     x = batch().requires_grad_()
     with pytest.raises(RuntimeError, match="no gradients of gradients; leave create_graph=True out"):
         torch.autograd.grad(module(x).sum(), x, create_graph=True)
-
-
-def test_gradients_of_gradients_are_refused():
-    on_ranks(2, penalty)
 
 
 class Mean(nn.Module):
@@ -205,41 +183,31 @@ class Mean(nn.Module):
         return self.a(x).pow(2).mean()
 
 
-def mean() -> tuple[float, bool]:
-    """The difference of a mean over a batch that is cut, and whether the solver has cut it."""
+@each_rank(2)
+def test_a_loss_may_be_a_sum_over_parts_of_the_batch():
     module, x = made(Mean), torch.ones(1024, 512, dtype=torch.float64)
     wanted = module(x)
     sharded: Any = shard(module, [x], "data=2")
     (tensor,) = sharded.autoshard.first.traced.block.gives
-    cuts = sharded.autoshard.first.program.program.results[tensor].layout.sums
-    return float((sharded(x) - wanted).detach().abs()), bool(cuts)
+    assert sharded.autoshard.first.program.program.results[tensor].layout.sums, "the solver cuts the batch"
+    assert float((sharded(x) - wanted).detach().abs()) < 1e-12
 
 
-def test_a_loss_may_be_a_sum_over_parts_of_the_batch():
-    assert on_ranks(2, mean) == [(pytest.approx(0, abs=1e-12), True)] * 2
-
-
-def changed_numbers() -> float:
+@each_rank(2)
+def test_a_number_that_a_module_has_may_change():
     plain, module = both()
     for one in (plain, module):
         one.scale = 0.5
-    return worst(plain, module)
+    assert worst(plain, module) < 1e-12
 
 
-def test_a_number_that_a_module_has_may_change():
-    assert max(on_ranks(2, changed_numbers)) < 1e-12
-
-
-def copied() -> float:
+@each_rank(2)
+def test_a_copy_has_weights_of_its_own():
     plain, module = both()
     other = copy.deepcopy(module)
     with torch.no_grad():
         module.a.weight.zero_()
-    return worst(plain, other)
-
-
-def test_a_copy_has_weights_of_its_own():
-    assert max(on_ranks(2, copied)) < 1e-12
+    assert worst(plain, other) < 1e-12
 
 
 class Masked(nn.Module):

@@ -29,7 +29,7 @@ from autoshard.modules.sharded import run_on, shard
 from autoshard.spec.cluster_catalogue import load_cluster
 from tests.modules.comparing import cut_at_random, cut_on_ranks, devices_of, difference
 from tests.modules.modules import MODULES, SINGLE, Own, made
-from tests.ranks.spawn import on_ranks
+from tests.ranks.spawn import each_rank, on_ranks
 from tests.slower import rest_is_slow
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
@@ -81,17 +81,14 @@ def adapted(own: Any, x: torch.Tensor) -> torch.Tensor:
     return x + own.a(torch.tanh(own.a(x) + own.b(x)))
 
 
-def trained_with_adapter(seed: int) -> float:
+@pytest.mark.parametrize("seed", rest_is_slow(range(3), 0))
+@each_rank(4)
+def test_frozen_weights_have_no_gradient_and_may_be_cut_in_several_ways(seed: int):
     torch.manual_seed(0)
     module, x = Own(adapted).double(), torch.randn(4, 6, 8, dtype=torch.float64)
     module.a.requires_grad_(False)
     found = shard_module(module, [x], load_cluster("local", ranks=4), "a=2,b=2", precision="fp32")
-    return difference(copy.deepcopy(module), cut_on_ranks(module, found, seed, devices_of("a=2,b=2")), [x])
-
-
-@pytest.mark.parametrize("seed", rest_is_slow(range(3), 0))
-def test_frozen_weights_have_no_gradient_and_may_be_cut_in_several_ways(seed: int):
-    assert max(on_ranks(4, trained_with_adapter, seed)) < 1e-12
+    assert difference(copy.deepcopy(module), cut_on_ranks(module, found, seed, devices_of("a=2,b=2")), [x]) < 1e-12
 
 
 _HELD = ("attention, fused product", "nanoGPT block", "MLP-Mixer", "Llama layer", "convolutions with a skip")
@@ -160,93 +157,64 @@ def test_the_example_of_the_page_trains_as_one_process_does():
         assert found == pytest.approx(wanted, rel=2e-5)
 
 
-def tools_of_torch(folder: Path) -> list[str]:
-    """Clip, save, load, evaluate and continue with torch's own tools; return what differs from the plain module."""
+@each_rank(4)
+def test_torch_clips_saves_and_loads_a_sharded_module(tmp_path: Path):
     plain, inputs = made("attention, fused product")
     module = shard(copy.deepcopy(plain), inputs, "data=2,model=2", pins={"parts.0.weight": "[parts_2/model, _]"})
-    wrong: list[str] = []
-    if (type(module).__name__, type(module).__module__) != ("ShardedAttention", type(plain).__module__):
-        wrong.append("name")
+    assert (type(module).__name__, type(module).__module__) == ("ShardedAttention", type(plain).__module__)
     for one in (plain, module):
         (one(*inputs) ** 2).sum().backward()
     norms = [torch.nn.utils.clip_grad_norm_(one.parameters(), 0.1) for one in (plain, module)]
     ours = cast(DTensor, norms[1]).full_tensor()
-    wrong += ["norm"] if abs(float(norms[0] / ours) - 1) > 1e-12 else []
+    assert abs(float(norms[0] / ours) - 1) <= 1e-12
     with torch.no_grad():
-        wrong += ["evaluation"] if float((plain(*inputs) - module(*inputs)).abs().max()) > 1e-12 else []
+        assert float((plain(*inputs) - module(*inputs)).abs().max()) <= 1e-12
     state = cast(dict[str, Any], get_model_state_dict(module, options=StateDictOptions(full_state_dict=True)))
     if dist.get_rank() == 0:  # bit for bit the plain module's
-        wrong += [name for name, one in plain.state_dict().items() if not torch.equal(state[name], one)]
+        assert not [name for name, one in plain.state_dict().items() if not torch.equal(state[name], one)]
     own = module.state_dict()
-    dcp.save(own, checkpoint_id=folder)  # pyright: ignore[reportPrivateImportUsage]
+    dcp.save(own, checkpoint_id=tmp_path)  # pyright: ignore[reportPrivateImportUsage]
     kept = {name: one.to_local().clone() for name, one in own.items()}
     for one in own.values():
         one.to_local().zero_()
-    dcp.load(own, checkpoint_id=folder)  # pyright: ignore[reportPrivateImportUsage]
-    wrong += [f"read {name}" for name, one in own.items() if not torch.equal(one.to_local(), kept[name])]
+    dcp.load(own, checkpoint_id=tmp_path)  # pyright: ignore[reportPrivateImportUsage]
+    assert not [name for name, one in own.items() if not torch.equal(one.to_local(), kept[name])], "read"
     other = {name: one + 1 for name, one in plain.state_dict().items()}
     set_model_state_dict(module, dict(other), options=StateDictOptions(full_state_dict=True))
     state = cast(dict[str, Any], get_model_state_dict(module, options=StateDictOptions(full_state_dict=True)))
     if dist.get_rank() == 0:
-        wrong += [f"loaded {name}" for name, one in other.items() if not torch.equal(state[name], one)]
-    return wrong
+        assert not [name for name, one in other.items() if not torch.equal(state[name], one)], "loaded"
 
 
-def test_torch_clips_saves_and_loads_a_sharded_module(tmp_path: Path):
-    assert on_ranks(4, tools_of_torch, tmp_path) == [[], [], [], []]
-
-
-def refused(kind: str) -> str:
+@each_rank(2)
+def test_wrong_calls_are_refused_by_name():
     module, inputs = made("square weight with residual")
-    try:
-        if kind == "mesh":
-            shard(module, inputs, "data=3,model=2")
-        elif kind == "arguments":
-            shard(module, inputs, "data=2,model=1")(*inputs, inputs[0])
-        else:
-            torch.manual_seed(dist.get_rank())
-            shard(torch.nn.Linear(4 + dist.get_rank() * 4, 4), [torch.randn(2, 4 + dist.get_rank() * 4)], "data=2")
-    except InputError as error:
-        return str(error)
-    return ""
+    with pytest.raises(InputError, match="6 ranks do not run here"):
+        shard(module, inputs, "data=3,model=2")
+    with pytest.raises(InputError, match="sharded differently on some ranks"):
+        size = 4 + 4 * dist.get_rank()
+        shard(torch.nn.Linear(size, 4), [torch.ones(2, size)], "data=2")
+    with pytest.raises(InputError, match=r"do not fit the module's forward.*: too many positional arguments"):
+        shard(module, inputs, "data=2,model=1")(*inputs, inputs[0])
 
 
-@pytest.mark.parametrize(
-    ("kind", "says"),
-    [
-        ("mesh", "6 ranks do not run here"),
-        ("arguments", r"do not fit the module's forward.*: too many positional arguments"),
-        ("modules", "sharded differently on some ranks"),
-    ],
-)
-def test_wrong_calls_are_refused_by_name(kind: str, says: str):
-    for found in on_ranks(2, refused, kind):
-        assert re.search(says, found), found
-
-
-def whole_weights_left(compiles: bool) -> list[str]:
-    """Return which whole weights are still there after a step, and after a call of another shape."""
+@pytest.mark.parametrize("compiles", rest_is_slow([False, True]))
+@each_rank(2)
+def test_no_rank_keeps_whole_weights(compiles: bool):
+    """After a step, and after a call of another shape."""
     module = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4))
     alive = {path: weakref.ref(one) for path, one in module.named_parameters()}
     module = shard(module, [torch.ones(4, 16)], "data=2", compile=compiles)
     for count in (4, 2):
         module(torch.ones(count, 16)).sum().backward()
     gc.collect()
-    return [path for path, one in alive.items() if one() is not None]
+    assert not [path for path, one in alive.items() if one() is not None]
 
 
-@pytest.mark.parametrize("compiles", rest_is_slow([False, True]))
-def test_no_rank_keeps_whole_weights(compiles: bool):
-    assert on_ranks(2, whole_weights_left, compiles) == [[], []]
-
-
-def backward_twice() -> None:
+@each_rank(2)
+def test_a_second_backward_is_refused():
     module, inputs = made("square weight with residual")
     loss = shard(module, inputs, "data=2")(*inputs).sum()
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="has run backward for this result already"):
         loss.backward()
-
-
-def test_a_second_backward_is_refused():
-    on_ranks(2, backward_twice)

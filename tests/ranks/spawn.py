@@ -17,11 +17,11 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cache
+from functools import cache, wraps
 from importlib import import_module
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -30,6 +30,8 @@ from typing import Any
 
 import dill
 import pytest
+from _pytest.assertion import install_importhook
+from _pytest.config import get_config
 
 ROOT = Path(__file__).parents[2]
 _TRIES = 1000  # of ten milliseconds each
@@ -65,7 +67,7 @@ def on_ranks(
     named = [(place.__name__ if isinstance(place, ModuleType) else place, *other) for place, *other in replaced]
     pool, work = _pool(dill.dumps(prepare)), dill.dumps((body, args, named))
     ranks = pool.first(num_ranks)
-    what = f"{body.__name__} on {num_ranks} ranks"
+    what = f"{name_of(body)} on {num_ranks} ranks"
     try:
         # A collective that waits for ever says where, before this process gives up.
         group = {"init_method": f"file://{pool.new_store()}", "timeout": timedelta(seconds=0.9 * timeout_s)}
@@ -78,6 +80,37 @@ def on_ranks(
     except BaseException:
         pool.stop()
         raise
+
+
+def each_rank(count: int, **options: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Let all of so many ranks run a test itself, each with its parameters; ``options`` are those of `on_ranks`."""
+
+    def decorate(test: Callable[..., None]) -> Callable[..., None]:
+        @wraps(test)
+        def by_ranks(**given: Any) -> None:
+            on_ranks(count, _OwnTest(test.__module__, test.__name__), given, **options)
+
+        return by_ranks
+
+    return decorate
+
+
+def name_of(body: Callable[..., Any]) -> str:
+    return getattr(body, "__name__", str(body))
+
+
+@dataclass(frozen=True)
+class _OwnTest:
+    """A test that `each_rank` decorates, by its name: ranks import it, and run what is decorated."""
+
+    module: str
+    name: str
+
+    def __call__(self, given: Mapping[str, Any]) -> None:
+        getattr(import_module(self.module), self.name).__wrapped__(**given)
+
+    def __str__(self) -> str:
+        return self.name
 
 
 @cache
@@ -226,6 +259,7 @@ def be_a_template(number: int) -> None:
     require_torch()  # as `autoshard run` imports it: so that forks can use GPUs
     import torch
 
+    install_importhook(get_config())  # so that an assertion of a test says what it compared
     for name in _IMPORTED:
         import_module(name)
     torch.set_num_threads(1)
@@ -316,7 +350,7 @@ def _work(end: Connection, group: dict[str, Any], work: bytes, *, stays: bool = 
                 patch.setattr(import_module(place) if isinstance(place, str) else place, name, value)
             answer = pickle.dumps((time.monotonic(), "", body(*args)))
         changed = [name for name, value in _rank_state().items() if stays and value != state[name]]
-        assert not changed, f"{body.__name__} changes {changed} of a process; with prepare each case has a new process"
+        assert not changed, f"{name_of(body)} changes {changed} of a process; with prepare each case has a new process"
     except BaseException:
         answer = pickle.dumps((time.monotonic(), traceback.format_exc(), None))
     end.send_bytes(answer)

@@ -12,7 +12,7 @@ from torch import nn
 from autoshard.errors import InputError
 from autoshard.modules.running import agreeing
 from autoshard.modules.sharded import shard
-from tests.ranks.spawn import on_ranks
+from tests.ranks.spawn import each_rank, on_ranks
 from tests.slower import rest_is_slow
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
@@ -121,8 +121,9 @@ def refused(module: nn.Module, inputs: dict[str, torch.Tensor]) -> str:
     return str(caught.value)
 
 
-def other_batches() -> dict[str, str]:
-    """Give each rank another batch, and say how that is refused; a call that is alike works after each."""
+@each_rank(2)
+def test_batches_that_differ_are_refused_on_all_ranks():
+    """A call that is alike works after each."""
     number, found = dist.get_rank(), dict[str, str]()
     module = shard(tagger(), batch(4), "dp=2", results=["loss"])
     found["numbers"] = refused(module, batch(4, seed=number))
@@ -141,40 +142,31 @@ def other_batches() -> dict[str, str]:
     cast(Any, module).autoshard.rank_inputs.agreement.num_calls = 64
     found["64th"] = refused(module, batch(4, seed=number))
     agreeing._SMALL_BYTES = 2**16  # pyright: ignore[reportPrivateUsage]
-    return found
+    assert found["numbers"] == (
+        "inputs.words: has other numbers on rank 1 than on rank 0; give every rank the same whole batch, or shard "
+        "with batch='local', where each brings its part"
+    )
+    assert "inputs.words: is 4 x 6 of int64 on rank 0, and 5 x 6 of int64 on rank 1; give" in found["rows"]
+    assert "inputs.words: is 4 x 6 of int64 on rank 0, and 4 x 7 of int64 on rank 1; give" in found["shape"]
+    assert "inputs.labels: is 4 x 6 of int64 on rank 0, and 4 x 6 of int32 on rank 1; give" in found["formats"]
+    assert found["modes"].startswith("module: is called in another way on some ranks: it trains or not")
+    assert found["later"] == found["64th"] == found["numbers"]
 
 
-def test_batches_that_differ_are_refused_on_all_ranks():
-    for found in on_ranks(2, other_batches, timeout_s=300):
-        assert found["numbers"] == (
-            "inputs.words: has other numbers on rank 1 than on rank 0; give every rank the same whole batch, or shard "
-            "with batch='local', where each brings its part"
-        )
-        assert "inputs.words: is 4 x 6 of int64 on rank 0, and 5 x 6 of int64 on rank 1; give" in found["rows"]
-        assert "inputs.words: is 4 x 6 of int64 on rank 0, and 4 x 7 of int64 on rank 1; give" in found["shape"]
-        assert "inputs.labels: is 4 x 6 of int64 on rank 0, and 4 x 6 of int32 on rank 1; give" in found["formats"]
-        assert found["modes"].startswith("module: is called in another way on some ranks: it trains or not")
-        assert found["later"] == found["64th"] == found["numbers"]
-
-
-def called_by_some() -> str:
+@each_rank(2)
+def test_a_call_by_some_ranks_is_refused_in_a_sentence():
     module: Any = shard(tagger(), batch(4), "dp=2", results=["loss"])
-    refusal, agreement = "", module.autoshard.rank_inputs.agreement
+    agreement = module.autoshard.rank_inputs.agreement
     backend = agreement.group._get_backend(torch.device("cpu"))
     backend._set_default_timeout(timedelta(seconds=1))
     if dist.get_rank() == 0:
         refusal = refused(module, batch(4))
+        assert refusal.startswith("module: was called on rank 0, and not on all others: Timed out waiting")
     dist.barrier()  # collectives of others are none of the module's
-    return refusal
 
 
-def test_a_call_by_some_ranks_is_refused_in_a_sentence():
-    first, second = on_ranks(2, called_by_some, timeout_s=300)
-    assert first.startswith("module: was called on rank 0, and not on all others: Timed out waiting")
-    assert not second
-
-
-def other_parts() -> dict[str, str]:
+@each_rank(2)
+def test_parts_that_are_none_of_one_batch_are_refused_on_all_ranks():
     number, found = dist.get_rank(), dict[str, str]()
     module = shard(tagger(), batch(2), "dp=1,tp=2", batch=LOCAL, results=["loss"])
     found["along tp"] = refused(module, batch(2, seed=number))
@@ -182,21 +174,15 @@ def other_parts() -> dict[str, str]:
     module = shard(tagger(), batch(2), "dp=2", batch=LOCAL, results=["loss"])
     found["common"] = refused(module, batch(2) | {"scale": torch.full((6,), 1.0 + number, dtype=torch.float64)})
     found["lengths of rows"] = refused(module, batch(2, length=6 + number))
-    with pytest.raises(InputError) as caught:
+    with pytest.raises(InputError, match="batch: 'data' is no axis of the mesh"):
         shard(tagger(), batch(2), "dp=2", batch="local:data")
-    return found | {"axis": str(caught.value)}
-
-
-def test_parts_that_are_none_of_one_batch_are_refused_on_all_ranks():
-    for found in on_ranks(2, other_parts, timeout_s=300):
-        assert found["along tp"] == (
-            "inputs.words: has other numbers on rank 1 than on rank 0; parts of the batch lie along dp and are equal "
-            "along tp, unless batch='local:dp.tp'"
-        )
-        assert found["common"] == (
-            "inputs.scale: has other numbers on rank 1 than on rank 0; what has no rows of the batch is the same on "
-            "all ranks"
-        )
-        lengths = "inputs.words: is rows x 6 of int64 on rank 0, and rows x 7 of int64 on rank 1; pad the parts"
-        assert lengths in found["lengths"] and lengths in found["lengths of rows"]
-        assert "batch: 'data' is no axis of the mesh" in found["axis"]
+    assert found["along tp"] == (
+        "inputs.words: has other numbers on rank 1 than on rank 0; parts of the batch lie along dp and are equal "
+        "along tp, unless batch='local:dp.tp'"
+    )
+    assert found["common"] == (
+        "inputs.scale: has other numbers on rank 1 than on rank 0; what has no rows of the batch is the same on "
+        "all ranks"
+    )
+    lengths = "inputs.words: is rows x 6 of int64 on rank 0, and rows x 7 of int64 on rank 1; pad the parts"
+    assert lengths in found["lengths"] and lengths in found["lengths of rows"]

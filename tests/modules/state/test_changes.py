@@ -13,7 +13,7 @@ from autoshard.modules.sharded import shard
 from autoshard.modules.state import columns, recording, spaces, watching
 from autoshard.modules.state.tree import ModuleTree, tree_of
 from tests.modules.state.changing import CASES, Changing
-from tests.ranks.spawn import on_ranks
+from tests.ranks.spawn import each_rank, on_ranks
 from tests.slower import rest_is_slow
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
@@ -131,19 +131,12 @@ class Asking(torch.nn.Linear):
         return super().forward(input) * (2 if torch.is_grad_enabled() else 3)
 
 
-def with_gradients_off(kinds: list[type[torch.nn.Linear]]) -> list[tuple[float, int]]:
-    """Return how far modules are from plain ones without gradients, and how often each was traced."""
-    answers: list[tuple[float, int]] = []
-    for kind in kinds:
-        plain, x = kind(8, 8).double(), torch.ones(4, 8, dtype=torch.float64)
-        module: Any = shard(copy.deepcopy(plain), [x], "data=2")
-        with torch.no_grad():
-            worst = max(float((plain(x) - module(x)).abs().max()) for _ in range(2))
-        answers.append((max(worst, float((plain(x) - module(x)).detach().abs().max())), len(module.autoshard.runners)))
-    return answers
-
-
-def test_a_module_that_asks_whether_gradients_are_on_is_traced_for_both():
-    for answers in on_ranks(2, with_gradients_off, [Asking, torch.nn.Linear]):
-        assert [worst < 1e-12 for worst, _ in answers] == [True, True]
-        assert [count for _, count in answers] == [2, 1], "only what asks is traced again"
+@pytest.mark.parametrize(("kind", "programs"), [(Asking, 2), (torch.nn.Linear, 1)])
+@each_rank(2)
+def test_a_module_that_asks_whether_gradients_are_on_is_traced_for_both(kind: type[torch.nn.Linear], programs: int):
+    plain, x = kind(8, 8).double(), torch.ones(4, 8, dtype=torch.float64)
+    module: Any = shard(copy.deepcopy(plain), [x], "data=2")
+    with torch.no_grad():
+        assert max(float((plain(x) - module(x)).abs().max()) for _ in range(2)) < 1e-12
+    assert float((plain(x) - module(x)).abs().max()) < 1e-12
+    assert len(module.autoshard.runners) == programs, "only what asks is traced again"

@@ -15,7 +15,7 @@ from torch import nn
 from autoshard.errors import InputError
 from autoshard.modules.export import ExportedModule
 from autoshard.modules.sharded import shard
-from tests.ranks.spawn import on_ranks
+from tests.ranks.spawn import each_rank
 
 STEPS, SEEN = 0, dict[int, int]()
 
@@ -201,21 +201,17 @@ class Warming(nn.Linear):
         return super().forward(input) * self.scale
 
 
-def in_every_step() -> list[str]:
+@pytest.mark.slow
+@each_rank(2, replaced=[("autoshard.modules.sharded", "_MANY", 3)])
+def test_what_changes_in_every_step_is_named():
     module: Any = shard(Warming(4, 4), [torch.ones(2, 4)], "data=2")
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         for step in range(5):
             module.scale = step / 10
             module(torch.ones(2, 4))
-    return [str(one.message) for one in told if "kinds of calls" in str(one.message)]
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-def test_what_changes_in_every_step_is_named():
-    for found in on_ranks(2, in_every_step, replaced=[("autoshard.modules.sharded", "_MANY", 3)]):
-        assert len(found) == 1 and found[0].endswith("; scale changes: give it as an input")
+    (message,) = (str(one.message) for one in told if "kinds of calls" in str(one.message))
+    assert message.endswith("; scale changes: give it as an input")
 
 
 class Noting(nn.Module):
@@ -234,23 +230,19 @@ class Noting(nn.Module):
         return self.a(self.rnn(x[:, None])[0][:, 0]) * (2 if self.kind == "found" else 3)
 
 
-def calls() -> list[Any]:
+@each_rank(2)
+def test_what_forward_notes_is_written_at_every_call_and_nothing_is_traced_without_need():
     module: Any = shard(Noting(), [torch.ones(2, 4)], "data=2")
-    found: list[Any] = [(module.kind, module.rows, len(module.autoshard.runners))]
-    for rows in (2, 6, 2):
+    assert (module.kind, module.rows, len(module.autoshard.runners)) == ("found", 2, 1)
+    for rows, programs in ((2, 1), (6, 2), (2, 2)):
         module.unread += 1
         module.cfg.steps += 1
         module.losses.append(module(torch.ones(rows, 4)).sum().item())
-        found.append((module.kind, module.rows, module.cells, module.shape, len(module.autoshard.runners)))
+        assert (module.kind, module.rows, module.cells, module.shape) == ("found", rows, 2 * rows, [rows, 4])
+        assert len(module.autoshard.runners) == programs
     other = copy.deepcopy(module)
     other(torch.ones(2, 4))
-    found.append(len(other.autoshard.runners))
+    assert len(other.autoshard.runners) == 2
     other.kind = "other"
     ratio = other(torch.ones(2, 4)).mean() / module(torch.ones(2, 4)).mean()
-    return [*found, len(other.autoshard.runners), round(float(ratio), 5)]
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-def test_what_forward_notes_is_written_at_every_call_and_nothing_is_traced_without_need():
-    wanted = [("found", 2, 1), ("found", 2, 4, [2, 4], 1), ("found", 6, 12, [6, 4], 2), ("found", 2, 4, [2, 4], 2)]
-    assert on_ranks(2, calls) == [[*wanted, 2, 3, 1.5]] * 2
+    assert (len(other.autoshard.runners), round(float(ratio), 5)) == (3, 1.5)
