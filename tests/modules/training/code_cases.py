@@ -1,6 +1,6 @@
 """Steps of a decoder's code by a plan, on one rank of several, and the same steps of the plain module."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -44,6 +44,14 @@ class Compared:
     def worst_step(self) -> float:
         """The largest relative difference of a loss or a norm."""
         return max(abs(a - b) / abs(b) for step in self.steps for a, b in (step[:2], step[2:]))
+
+
+def hold(found: Sequence[Compared], *, exact: bool = True) -> None:
+    """Steps of all ranks are those of the plain module to the digits of FP64, or else of FP32."""
+    of_step, of_weight = (1e-12, 1e-11) if exact else (1e-5, 1e-3)
+    for rank in found:
+        assert rank.worst_step < of_step, rank
+        assert rank.error < of_weight, f"{rank.weight} is {rank.error:.1e} off"
 
 
 def plan_of(module: nn.Module, text: str, *, precision: str = "fp32") -> Plan:

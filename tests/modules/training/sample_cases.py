@@ -18,8 +18,9 @@ from autoshard.runtime.data.functions import DrawnData
 from autoshard.spec.model import ModelSpec
 from autoshard.spec.workload import Precision
 from tests.kit import local_plan
-from tests.modules.training.code_cases import CLIP, RATE, Compared, adamw, engine_of, weight_errors
+from tests.modules.training.code_cases import CLIP, RATE, Compared, adamw, engine_of, hold, weight_errors
 from tests.modules.training.own_samples import Made
+from tests.ranks.spawn import on_ranks
 
 
 def plan_of_samples(make: Callable[[], Made], text: str) -> Plan:
@@ -44,6 +45,11 @@ def compared_samples(make: Callable[[], Made], plan: Plan) -> Compared:
         steps.append((report.loss, *_plain_step(module, optimizer, parts, report.norm)))
     error, weight = max(weight_errors(engine, code))
     return Compared(steps=tuple(steps), error=error, weight=weight)
+
+
+def hold_samples(make: Callable[[], Made], text: str, num_ranks: int) -> None:
+    """Let ranks train on drawn samples: they take the steps of the plain module."""
+    hold(on_ranks(num_ranks, compared_samples, make, plan_of_samples(make, text), timeout_s=300.0))
 
 
 @cache

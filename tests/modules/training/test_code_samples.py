@@ -14,10 +14,8 @@ from autoshard.modules.training.packing import Packing
 from autoshard.modules.training.reading import traced_code
 from autoshard.spec.workload import Precision
 from tests.kit import local_plan
-from tests.modules.training.code_cases import Compared
 from tests.modules.training.own_samples import SAMPLES, contrastive
-from tests.modules.training.sample_cases import compared_samples, plan_of_samples
-from tests.ranks.spawn import on_ranks
+from tests.modules.training.sample_cases import hold_samples
 from tests.slower import covering, rest_is_slow
 
 LAYOUTS = [
@@ -32,18 +30,12 @@ COMBINED = covering(list(SAMPLES), LAYOUTS)
 
 @pytest.mark.parametrize(("name", "layout"), COMBINED, ids=lambda value: value if isinstance(value, str) else value[0])
 def test_steps_are_those_of_the_plain_module(name: str, layout: tuple[str, int]):
-    text, num_ranks = layout
-    plan = plan_of_samples(SAMPLES[name], text)
-    for compared in on_ranks(num_ranks, compared_samples, SAMPLES[name], plan, timeout_s=300.0):
-        assert isinstance(compared, Compared)
-        assert compared.worst_step < 1e-12, compared
-        assert compared.error < 1e-11, f"{compared.weight} is {compared.error:.1e} off"
+    hold_samples(SAMPLES[name], *layout)
 
 
 @pytest.mark.parametrize("text", rest_is_slow(["tp=2,pp=1,dp=2,mbs=4", "tp=1,pp=2,dp=2,mbs=4,zero=1"], 1, 2))
 def test_a_loss_that_compares_the_samples_of_a_micro_batch_is_that_of_the_plain_module(text: str):
-    for compared in on_ranks(4, compared_samples, contrastive, plan_of_samples(contrastive, text), timeout_s=300.0):
-        assert compared.worst_step < 1e-12 and compared.error < 1e-11, compared
+    hold_samples(contrastive, text, 4)
 
 
 @pytest.mark.slow

@@ -8,9 +8,9 @@ from torch import nn
 
 from autoshard.engine.torch.formats import Formats
 from autoshard.modules.training.reading import traced_code
-from autoshard.plan.plan import Plan
+from autoshard.run.protocol import EngineMode
 from tests.modules.decoder.test_ends import bert, modern_bert
-from tests.modules.training.code_cases import Compared, compared, compared_dropping, plan_made, plan_of
+from tests.modules.training.code_cases import Make, compared, compared_dropping, hold, plan_made, plan_of
 from tests.modules.training.own_decoders import (
     LOSSES,
     OWN,
@@ -51,13 +51,14 @@ BIDIRECTIONAL: Mapping[str, Callable[[], nn.Module]] = {
 COMBINED = covering(NAMES, LAYOUTS)  # each layout with one decoder; all pairs are left to `make thorough`
 
 
+def hold_steps(make: Make, text: str, num_ranks: int = 2, *, exact: bool = True, mode: EngineMode = "literal") -> None:
+    body, plan = partial(compared, mode=mode, exact=exact), plan_made(make, text)
+    hold(on_ranks(num_ranks, body, make, plan, timeout_s=300.0), exact=exact)
+
+
 @pytest.mark.parametrize(("name", "layout"), COMBINED, ids=lambda one: one if isinstance(one, str) else one[0])
 def test_steps_are_those_of_the_plain_module(name: str, layout: tuple[str, int]):
-    text, num_ranks = layout
-    for found in on_ranks(num_ranks, compared, OWN[name], plan_made(OWN[name], text), timeout_s=300.0):
-        assert isinstance(found, Compared)
-        assert found.worst_step < 1e-12, found
-        assert found.error < 1e-11, f"{found.weight} is {found.error:.1e} off"
+    hold_steps(OWN[name], *layout)
 
 
 @pytest.mark.parametrize(
@@ -65,25 +66,17 @@ def test_steps_are_those_of_the_plain_module(name: str, layout: tuple[str, int])
     rest_is_slow([("tp=1,pp=2,dp=2,mbs=1", 4), ("tp=2,pp=1,dp=1,mbs=4,recompute=full", 2)], 0, 1),
 )
 def test_what_is_dropped_follows_from_the_sequence_alone(text: str, num_ranks: int):
-    for found in on_ranks(num_ranks, compared_dropping, plan_made(dropping, text), timeout_s=300.0):
-        assert found.worst_step < 1e-12 and found.error < 1e-11, found
+    hold(on_ranks(num_ranks, compared_dropping, plan_made(dropping, text), timeout_s=300.0))
 
 
 @pytest.mark.slow
 def test_experts_may_be_cut_over_ranks_of_data():
-    plan = plan_made(OWN["mixture"], "tp=1,pp=1,dp=2,ep=2,mbs=2")
-    for found in on_ranks(2, compared, OWN["mixture"], plan, timeout_s=300.0):
-        assert found.worst_step < 1e-12 and found.error < 1e-11, found
+    hold_steps(OWN["mixture"], "tp=1,pp=1,dp=2,ep=2,mbs=2")
 
 
 @pytest.mark.slow
 def test_generated_functions_take_the_same_steps():
-    for found in on_ranks(2, _generated, plan_made(OWN["llama"], "tp=2,pp=1,dp=1,mbs=2"), timeout_s=300.0):
-        assert found.worst_step < 1e-5 and found.error < 1e-3, found
-
-
-def _generated(plan: Plan) -> Compared:
-    return compared(OWN["llama"], plan, mode="generated", exact=False)
+    hold_steps(OWN["llama"], "tp=2,pp=1,dp=1,mbs=2", exact=False, mode="generated")
 
 
 @pytest.mark.parametrize("name", rest_is_slow(OWN, 1, 3))
@@ -101,20 +94,13 @@ def test_a_mask_in_the_format_of_the_hidden_state_is_no_second_tensor_that_goes_
 
 @pytest.mark.slow
 def test_what_casts_in_its_forward_takes_the_steps_of_the_plain_module():
-    for found in on_ranks(2, _rounded, plan_made(Typed, "tp=1,pp=2,dp=1,mbs=2"), timeout_s=300.0):
-        assert found.worst_step < 1e-5 and found.error < 1e-3, found
-
-
-def _rounded(plan: Plan) -> Compared:
-    return compared(Typed, plan, exact=False)
+    hold_steps(Typed, "tp=1,pp=2,dp=1,mbs=2", exact=False)
 
 
 @pytest.mark.parametrize("name", rest_is_slow(UNLIKE, 0))
 @pytest.mark.parametrize(("text", "num_ranks"), [("tp=1,pp=2,dp=1,mbs=2", 2), ("tp=2,pp=2,dp=1,mbs=2", 4)])
 def test_layers_of_two_kinds_take_the_steps_of_the_plain_module(name: str, text: str, num_ranks: int):
-    for found in on_ranks(num_ranks, compared, UNLIKE[name], plan_made(UNLIKE[name], text), timeout_s=300.0):
-        assert isinstance(found, Compared)
-        assert found.worst_step < 1e-12 and found.error < 1e-11, found
+    hold_steps(UNLIKE[name], text, num_ranks)
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -131,17 +117,13 @@ def test_layers_of_two_kinds_take_the_steps_of_the_plain_module(name: str, text:
     ),
 )  # fmt: skip
 def test_a_loss_of_the_code_is_its_mean_over_micro_batches(name: str, text: str, num_ranks: int):
-    for found in on_ranks(num_ranks, compared, LOSSES[name], plan_made(LOSSES[name], text), timeout_s=300.0):
-        assert isinstance(found, Compared)
-        assert found.worst_step < 1e-12 and found.error < 1e-11, found
+    hold_steps(LOSSES[name], text, num_ranks)
 
 
 @pytest.mark.parametrize("make", rest_is_slow([Penalised, Choosing], 1))
 @pytest.mark.parametrize("text", ["tp=1,pp=2,dp=1,mbs=8", "tp=2,pp=1,dp=1,mbs=8,recompute=full"])
 def test_layers_that_join_sequences_take_the_steps_of_the_plain_module(make: Callable[[], nn.Module], text: str):
-    for found in on_ranks(2, compared, make, plan_made(make, text), timeout_s=300.0):
-        assert isinstance(found, Compared)
-        assert found.worst_step < 1e-12 and found.error < 1e-11, found
+    hold_steps(make, text)
 
 
 @pytest.mark.slow
@@ -149,18 +131,10 @@ def test_layers_that_join_sequences_take_the_steps_of_the_plain_module(make: Cal
     ("name", "text"), covering(["Mamba", "Mamba2"], ["tp=1,pp=2,dp=1,mbs=2", "tp=1,pp=1,dp=2,mbs=2,zero=3"])
 )
 def test_state_space_models_take_the_steps_of_the_plain_module(name: str, text: str):
-    for found in on_ranks(2, _without_attention, name, plan_made(partial(state_space, name), text), timeout_s=300.0):
-        assert isinstance(found, Compared)
-        assert found.worst_step < 1e-5 and found.error < 1e-3, found  # they compute in FP32 whatever their format
-
-
-def _without_attention(name: str, plan: Plan) -> Compared:
-    return compared(partial(state_space, name), plan, exact=False)
+    hold_steps(partial(state_space, name), text, exact=False)  # they compute in FP32 whatever their format
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("make", BIDIRECTIONAL.values(), ids=BIDIRECTIONAL)
 def test_encoders_and_biased_attention_take_the_steps_of_the_plain_module(make: Callable[[], nn.Module]):
-    for found in on_ranks(2, compared, make, plan_made(make, "tp=2,pp=1,dp=1,mbs=2"), timeout_s=300.0):
-        assert isinstance(found, Compared)
-        assert found.worst_step < 1e-12 and found.error < 1e-11, found
+    hold_steps(make, "tp=2,pp=1,dp=1,mbs=2")
