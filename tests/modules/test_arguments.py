@@ -1,4 +1,4 @@
-"""Arguments of operations: each one that torch knows is in a rule, or keeps its operation whole, or is refused."""
+"""Operations and their arguments: each that torch knows is in a rule, or keeps its operation whole, or is refused."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -11,7 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autoshard.engine.torch.recording import Recording
 from autoshard.errors import InputError
-from autoshard.modules.capture import _SAME, capture  # pyright: ignore[reportPrivateUsage]
+from autoshard.modules.capture import _IGNORED, _SAME, capture  # pyright: ignore[reportPrivateUsage]
+from autoshard.modules.rewriting import complex_numbers, randomness
 from autoshard.modules.rules import RULES
 from autoshard.modules.rules.arguments import PLACING, READ, SPARSE
 from autoshard.modules.running.functions import FunctionWriter
@@ -167,3 +168,43 @@ def test_arguments_out_of_the_ordinary_are_right(function: Any):
     module, inputs = Of(function).double(), [torch.randn(8, 8, dtype=torch.float64), torch.arange(4)]
     found = shard_module(module, inputs, "h100-80", "data=8")
     assert max(one.error for one in found.prove(module, inputs)) < 1e-12
+
+
+NAMES = sorted(
+    name
+    for name in {*RULES, *_SAME, *_IGNORED, "detach", "fill", *randomness._WRITTEN, *complex_numbers._WRITTEN}
+    if "::" not in name
+)
+
+
+def define(name: str, factor: float) -> None:
+    """Give running sums along the first dim, which a cut of that dim changes, a name of torch."""
+
+    def running(x: torch.Tensor) -> torch.Tensor:
+        return factor * x.cumsum(0)
+
+    def back(_: object, upstream: torch.Tensor) -> torch.Tensor:
+        return factor * upstream.flip(0).cumsum(0).flip(0)
+
+    operation = torch.library.custom_op(f"names_of_torch::{name}", running, mutates_args=())
+    operation.register_fake(torch.empty_like)
+    operation.register_autograd(back)
+
+
+class Named(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.linspace(-1, 1, 8, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x * self.weight
+        return sum((getattr(torch.ops.names_of_torch, name)(y) for name in NAMES), torch.zeros_like(y))
+
+
+def test_an_operation_of_a_user_with_a_name_of_torch_is_computed_as_the_user_wrote_it() -> None:
+    for number, name in enumerate(NAMES):
+        define(name, 1 + number / len(NAMES))
+    x = torch.randn(16, 8, dtype=torch.float64, requires_grad=True)
+    module = Named()
+    found = shard_module(module, [x], "h100-80", "dp=8", batch="dp")
+    assert max(part.error for part in found.prove(module, [x])) < 1e-12

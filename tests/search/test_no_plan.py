@@ -1,20 +1,23 @@
-"""A question without an answer: what is wrong with it, or what would change that."""
+"""A question without an answer: what is wrong with it, what would change that, what layouts cost that Rules refuse."""
 
 import re
 from dataclasses import replace
+from typing import Any
 
 import pytest
+from hypothesis import given, strategies as st
 
 from autoshard.errors import InputError
+from autoshard.plan.candidate import Candidate
 from autoshard.plan.rules.rule import rule
 from autoshard.search.ask.no_plan import better_sizes, question_faults, remedies, unanswered, why_none
 from autoshard.search.ask.planner import search
 from autoshard.search.bound.legal_space import in_the_way
-from autoshard.search.bound.request import Request, rejections_of
+from autoshard.search.bound.request import Request, plan_at, rejections_of
 from autoshard.spec.cluster_catalogue import load_cluster
 from autoshard.units import format_bytes
 from tests.search.brute_force import ask
-from tests.slower import rest_is_slow
+from tests.slower import covering, rest_is_slow
 
 WRONG = [
     (ask("tiny-llama", pins="tp=3"), "--fix tp=3", "8 query heads of tiny-llama do not divide by 3"),
@@ -194,3 +197,43 @@ def test_an_odd_number_of_nodes_is_told_what_the_next_good_one_gains_and_that_is
     assert gain >= 5 and more >= gain / 100 - 0.005
     (even,) = search(replace(request, cluster=load_cluster("h100-80", 8))).plans
     assert not [*better_sizes(replace(request, cluster=load_cluster("h100-80", 8)), even)]
+
+
+SIZES = st.sampled_from([1, 2, 3, 4, 5, 8, 16, 1000])
+AXES = [(tp, pp, cp) for tp in (1, 2, 4, 8) for pp in (1, 2, 4) for cp in (1, 2, 4) if tp * pp * cp <= 8]
+KEYS: dict[str, st.SearchStrategy[Any]] = {
+    **dict.fromkeys(("ep", "vp", "mbs"), SIZES),
+    "zero": st.sampled_from([0, 1, 3]),
+    **dict.fromkeys(("zero_group", "weight_group"), st.one_of(st.none(), SIZES)),
+    "schedule": st.sampled_from(["1f1b", "gpipe", "interleaved", "zb_h1", "zb_v"]),
+    "cp_kind": st.sampled_from(["ring", "all_to_all"]),
+    "cp_order": st.sampled_from(["contiguous", "zigzag"]),
+    "sp": st.sampled_from([None, False, True]),
+    "fold": st.sampled_from([None, "none", "tp", "cp", "cp.tp"]),
+}
+
+
+@pytest.mark.parametrize("model", ["tiny-llama", "tiny-mixtral"])
+@given(axes=st.sampled_from(AXES), keys=st.fixed_dictionaries({}, optional=KEYS))
+def test_a_refused_layout_is_priced_or_refused_in_words(model: str, axes: tuple[int, int, int], keys: dict[str, Any]):
+    """All of them have as many ranks as there are, so that most reach the prices."""
+    request, (tp, pp, cp) = ask(model, "h100-80", global_batch=16), axes
+    try:
+        candidate = Candidate(tp=tp, pp=pp, cp=cp, dp=8 // (tp * pp * cp), **keys)
+        plan = plan_at(request, candidate, even_refused=True)
+    except InputError as error:
+        assert error.faults
+    else:
+        assert plan.prediction and plan.prediction.step_time_s > 0
+
+
+@pytest.mark.parametrize(
+    ("groups", "size"), covering([(1, "zero_group"), (3, "zero_group"), (3, "weight_group")], [3, 16, 1000], fast=3)
+)
+def test_groups_that_do_not_divide_the_ranks_are_refused_and_priced_as_one_copy(groups: tuple[int, str], size: int):
+    zero, key = groups
+    request = ask("tiny-llama", "h100-80", global_batch=16)
+    whole, refused = (Candidate.parse(f"tp=1,pp=1,dp=8,zero={zero}{more}") for more in ("", f",{key}={size}"))
+    assert [reason.rule_id for reason in rejections_of(request, refused, "torch")] == [key.replace("_", "-")]
+    prices = [plan_at(request, candidate, even_refused=True).prediction for candidate in (whole, refused)]
+    assert prices[0] and prices[1] and prices[0].time_parts == prices[1].time_parts
