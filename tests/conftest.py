@@ -15,7 +15,6 @@ from hypothesis import HealthCheck, settings
 from autoshard.cli import main
 from autoshard.spec import cluster_catalogue
 
-Typed = Callable[[str], tuple[int, str, str]]
 GOLDEN = Path(__file__).parent / "golden"
 SLOW_PAGES = (Path(__file__).parent / "guide" / "own_parts.md",)
 LONG = {"jobs": 0, "guide": 1}  # the order of folders with tests of a minute: those of jobs wait most of it
@@ -149,14 +148,32 @@ def section_of_any_module(request: pytest.FixtureRequest) -> Callable[[str, Sequ
     return compare
 
 
+class Typed:
+    """Types lines after ``autoshard``."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
+        self.capsys = capsys
+
+    def __call__(self, line: str) -> tuple[int, str, str]:
+        """Return the exit code of a line, what it printed, and its complaints."""
+        self.capsys.readouterr()
+        code = main(shlex.split(line))
+        printed = self.capsys.readouterr()
+        return code, printed.out, printed.err
+
+    def answer(self, line: str) -> str:
+        """Return what a line printed that has nothing to complain of."""
+        code, out, err = self(line)
+        assert (code, err) == (0, ""), f"{line}: {out}{err}"
+        return out
+
+    def refusal(self, line: str) -> str:
+        """Return the complaints about a line that is wrong input."""
+        code, out, err = self(line)
+        assert (code, out) == (2, ""), f"{line}: {out}{err}"
+        return err
+
+
 @pytest.fixture
 def typed(capsys: pytest.CaptureFixture[str]) -> Typed:
-    """Return a function that types a line after ``autoshard``: its exit code, what it printed, and its complaints."""
-
-    def run(line: str) -> tuple[int, str, str]:
-        capsys.readouterr()
-        code = main(shlex.split(line))
-        out, err = capsys.readouterr()
-        return code, out, err
-
-    return run
+    return Typed(capsys)

@@ -35,8 +35,7 @@ def test_rows_of_what_was_advised_lead_to_the_layout_that_is_faster_in_truth(typ
     """What is expected may become worse: these rows contradict the cost model, which explains no layout by itself."""
     assert typed(f"plan {TINY}")[0] == 0
     measured(Path("plan.json"), Path("rows"), "first")
-    code, before, err = typed(f"advise rows {TINY} --budget 4 --out adv --json")
-    assert (code, err) == (0, "")
+    before = typed.answer(f"advise rows {TINY} --budget 4 --out adv --json")
     first = json.loads(before)
     assert first["num_rows"] == 1 and 2 <= len(first["runs"]) <= 4
     said = typed(f"advise rows {TINY} --budget 4 --out adv")[1]

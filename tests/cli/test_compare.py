@@ -48,8 +48,7 @@ def test_two_plans_are_compared_and_slower_than_allowed_fails(typed: Typed):
     code, out, err = typed("compare a.json b.json --fail-if-slower '0.5 %'")
     assert code == 1 and "What is predicted" in out
     assert "b.json is predicted" in err and "--fail-if-slower allows" in err
-    code, out, err = typed("compare a.json b.json --json --fail-if-slower '100000%'")
-    assert (code, err) == (0, "") and json.loads(out)["slower_by"] > 0
+    assert json.loads(typed.answer("compare a.json b.json --json --fail-if-slower '100000%'"))["slower_by"] > 0
 
 
 @pytest.mark.parametrize("bound", ["2", "inf%", "1e3%", "two percent", "-2%"])
@@ -87,5 +86,4 @@ def test_a_plan_that_may_not_run_is_refused_and_one_that_does_not_fit_is_compare
     reasons = json.loads(out)["rejections"]
     assert (code, err, reasons["b"]) == (1, "", []) and reasons["a"][0]["rule"] == "batch"
     edit(lambda data: data["cluster"]["chip"].update(memory_bytes=4 * 2**20))
-    code, out, _ = typed("compare a.json b.json")
-    assert code == 0 and "b does not fit in memory" in out
+    assert "b does not fit in memory" in typed.answer("compare a.json b.json")

@@ -373,13 +373,11 @@ def test_the_server_listens_here_alone_and_ends_with_all_that_it_has_started(num
 def test_without_flask_a_line_says_what_to_install(typed: Typed, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delitem(sys.modules, "autoshard.commands.exploring.serving")
     monkeypatch.setitem(sys.modules, "flask", None)
-    code, out, err = typed("explore")
-    assert (code, out) == (2, "") and err == "autoshard: explore: needs Flask. Type: pip install 'autoshard[page]'\n"
+    assert typed.refusal("explore") == "autoshard: explore: needs Flask. Type: pip install 'autoshard[page]'\n"
 
 
 def test_a_port_that_cannot_be_is_refused(typed: Typed):
-    code, _, err = typed("explore --port 70000")
-    assert code == 2 and err == "autoshard: --port: must be 0 to 65535, not 70000\n"
+    assert typed.refusal("explore --port 70000") == "autoshard: --port: must be 0 to 65535, not 70000\n"
 
 
 def show_two_early_answers(

@@ -76,8 +76,7 @@ def test_a_run_of_another_plan_is_no_measurement_of_this_one(typed: Typed):
     step = {"step": 1, "loss": 6.2, "norm": 1.0, "time_s": 0.5, "tokens": 100, "phase": "steady", "at": 1.0}
     Path("run/metrics.jsonl").write_text(json.dumps(step) + "\n")
     Path("run/plan.json").write_bytes(Path("2.json").read_bytes())
-    code, _, err = typed("report fastest.json --run run")
-    assert code == 2 and "--run run: is a run of another plan, run/plan.json" in err
+    assert "--run run: is a run of another plan, run/plan.json" in typed.refusal("report fastest.json --run run")
     assert typed("report 2.json --run run")[0] == 0
     Path("plan.json").write_bytes(Path("fastest.json").read_bytes())
     assert typed("report plan.json run/plan.json")[0] == 0  # files of one name are told apart by their paths

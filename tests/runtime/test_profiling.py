@@ -36,8 +36,7 @@ def _actions(path: Path) -> list[str]:
 @pytest.mark.ranks
 def test_ranks_record_the_actions_of_their_plan_in_the_steps_that_are_asked_for(typed: Typed) -> None:
     assert typed(PLAN)[0] == 0
-    code, out, complaint = typed("run plan.json --steps 3 --profile 2 --out first")
-    assert code == 0, complaint
+    out = typed.answer("run plan.json --steps 3 --profile 2 --out first")
     folder = Path("first")
     assert f"step 2: each rank's trace of this step lies in {folder / 'profile'}" in out
     plan = load(Path("plan.json"))
@@ -61,8 +60,7 @@ def test_ranks_record_the_actions_of_their_plan_in_the_steps_that_are_asked_for(
 )
 def test_steps_that_cannot_be_recorded_are_refused(options: str, complaint: str, typed: Typed) -> None:
     assert typed(PLAN)[0] == 0
-    code, _, words = typed(f"run plan.json --steps 3 {options}")
-    assert code == 2 and complaint in words and not Path("runs").exists()
+    assert complaint in typed.refusal(f"run plan.json --steps 3 {options}") and not Path("runs").exists()
 
 
 def test_a_trace_that_cannot_be_written_ends_no_run(tmp_path: Path) -> None:

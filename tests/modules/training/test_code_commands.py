@@ -112,8 +112,7 @@ def test_a_run_goes_on_under_another_plan_and_ends_in_the_module(typed: Typed):
     assert typed(f"plan --module mine.py:gpt {ASKED} --fix pp=2,vp=1,mbs=2 --out long.json")[0] == 0
     steps = "--learning-rate 0.003 --schedule.warm-up-steps 0"
     for plan, number, folder in (("wide", 3, "runs/both"), ("long", 6, "runs/both"), ("long", 6, "runs/long")):
-        code, _, err = typed(f"run {plan}.json --steps {number} --out {folder} {steps}")
-        assert code == 0, err
+        typed.answer(f"run {plan}.json --steps {number} --out {folder} {steps}")
     both, long = losses("runs/both"), losses("runs/long")
     assert [*both] == [*long] == [1, 2, 3, 4, 5, 6]
     assert all(abs(both[step] - long[step]) < 1e-4 for step in both)
@@ -127,8 +126,7 @@ def test_a_run_goes_on_under_another_plan_and_ends_in_the_module(typed: Typed):
     weights = [name for name in begun if not name.endswith("attention.bias")]
     assert all((states[0][name] - states[1][name]).abs().max() < 1e-3 for name in weights)
     assert all((states[0][name] != begun[name]).any() for name in begun)
-    code, _, err = typed("convert runs/both folder")
-    assert code == 2 and "Name a target model.pt or model.safetensors" in err
+    assert "Name a target model.pt or model.safetensors" in typed.refusal("convert runs/both folder")
     assert typed("convert runs/both both.safetensors")[0] == 0
     again = Gpt(layers=2)
     load_model(again, "both.safetensors")  # which has the tied weight once
@@ -147,13 +145,11 @@ def test_an_encoder_that_hides_words_is_planned_proven_trained_and_goes_on_under
     assert typed("run two.json --dry-run")[0] == 0
     steps = "--learning-rate 0.003 --schedule.warm-up-steps 0"
     for plan, number, folder in (("long", 3, "runs/both"), ("wide", 6, "runs/both"), ("long", 6, "runs/long")):
-        code, _, err = typed(f"run {plan}.json --steps {number} --out {folder} {steps}")
-        assert code == 0, err
+        typed.answer(f"run {plan}.json --steps {number} --out {folder} {steps}")
     both, long = losses("runs/both"), losses("runs/long")
     assert [*both] == [*long] == [1, 2, 3, 4, 5, 6]
     assert all(abs(both[step] - long[step]) < 1e-4 for step in both)
-    code, _, err = typed("generate runs/long --prompt a")
-    assert code == 2 and "read off a module's code" in err
+    assert "read off a module's code" in typed.refusal("generate runs/long --prompt a")
 
 
 @pytest.mark.slow
@@ -189,8 +185,7 @@ def test_the_state_of_a_module_becomes_a_checkpoint_with_which_a_run_begins(type
     torch.manual_seed(3)
     module = first_dense()
     torch.save(module.state_dict(), "mine.pt")
-    code, _, err = typed("convert mine.pt weights --plan plan.json")
-    assert code == 0, err
+    typed.answer("convert mine.pt weights --plan plan.json")
     assert typed("run plan.json --steps 1 --learning-rate 1e-12 --init-weights weights --out runs/begun")[0] == 0
     assert typed("convert runs/begun back.pt")[0] == 0
     back = torch.load("back.pt")
@@ -209,8 +204,7 @@ def test_the_state_of_another_module_is_no_checkpoint(typed: Typed):
     }
     for name, tensors in wrong.items():
         torch.save(tensors, f"{name}.pt")
-        code, _, err = typed(f"convert {name}.pt weights --plan plan.json")
-        assert code == 2 and said[name] in err, err
+        assert said[name] in typed.refusal(f"convert {name}.pt weights --plan plan.json")
     code, _, err = typed("convert shape.pt weights.pt --plan plan.json")
     assert code == 2 and "only a file model.pt or model.safetensors becomes its checkpoint" in err
     torch.save(names_of(state, "out.weight"), "tied.pt")  # which is that of the words
@@ -228,9 +222,8 @@ def test_the_state_of_another_module_is_no_checkpoint(typed: Typed):
     ),
 )
 def test_what_no_run_can_train_is_said_when_it_is_planned_and_refused_when_it_is_run(name: str, why: str, typed: Typed):
-    code, out, err = typed(f"plan --module mine.py:{name} {ASKED} --fix dp=2")
-    assert code == 0 and why in " ".join(out.split()), err
-    code, out, err = typed("run plan.json --steps 2")
+    assert why in " ".join(typed.answer(f"plan --module mine.py:{name} {ASKED} --fix dp=2").split())
+    code, out, _ = typed("run plan.json --steps 2")
     assert code == 1 and why in " ".join(out.split())
     assert not Path("runs").exists()
 
@@ -303,6 +296,5 @@ def test_no_program_that_knows_models_by_name_gets_a_plan_of_code(typed: Typed):
 def test_code_that_casts_is_proven_in_double(precision: str, typed: Typed):
     asked = ASKED.replace("fp32", precision)
     assert typed(f"plan --module mine.py:Typed {asked} --fix tp=2")[0] == 0
-    code, out, err = typed("verify plan.json --json")
-    assert code == 0, err
+    out = typed.answer("verify plan.json --json")
     assert max(block["error"] for block in json.loads(out)["code"]["blocks"]) < 1e-12

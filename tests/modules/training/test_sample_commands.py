@@ -71,8 +71,7 @@ def test_a_vision_transformer_learns_from_a_data_set_goes_on_under_another_plan_
         assert code == 0 and max(block["error"] for block in json.loads(out)["code"]["blocks"]) < 1e-12, err
     data = "--data.set mine.py:stripes"
     for plan, number, folder in (("long", 6, "runs/both"), ("two", 12, "runs/both"), ("two", 12, "runs/two")):
-        code, _, err = typed(f"run {plan}.json --steps {number} --out {folder} {STEPS} {data}")
-        assert code == 0, err
+        typed.answer(f"run {plan}.json --steps {number} --out {folder} {STEPS} {data}")
     both, two = losses("runs/both"), losses("runs/two")
     assert [*both] == [*two] == [*range(1, 13)]
     assert all(abs(both[step] - two[step]) < 1e-4 for step in both)
@@ -90,8 +89,7 @@ def test_a_diffusion_transformer_hands_its_condition_on(typed: Typed):
     assert code == 0 and "goes along beside the hidden state, and is planned as an input" in " ".join(out.split()), err
     code, out, err = typed("verify plan.json --json")
     assert code == 0 and max(block["error"] for block in json.loads(out)["code"]["blocks"]) < 1e-12, err
-    code, out, err = typed("run plan.json --dry-run")
-    assert code == 0 and "saved" in out, err
+    assert "saved" in typed.answer("run plan.json --dry-run")
     code, out, err = typed(f"run plan.json --steps 3 --out runs/made {STEPS}")
     assert code == 0 and "next: autoshard convert runs/made model.pt" in out and "validate" not in out, err
     assert typed("convert runs/made made.safetensors")[0] == 0
@@ -109,8 +107,7 @@ def test_an_encoder_with_a_decoder_learns_goes_on_under_another_plan_and_ends_in
     assert typed("run long.json --dry-run")[0] == 0
     data = "--data.set mine.py:copies"
     for plan, number, folder in (("long", 4, "runs/all"), ("wide", 8, "runs/all"), ("two", 12, "runs/all")):
-        code, _, err = typed(f"run {plan}.json --steps {number} --out {folder} {STEPS} {data}")
-        assert code == 0, err
+        typed.answer(f"run {plan}.json --steps {number} --out {folder} {STEPS} {data}")
     assert typed(f"run two.json --steps 12 --out runs/two {STEPS} {data}")[0] == 0
     parts, two = losses("runs/all"), losses("runs/two")
     assert [*parts] == [*two] == [*range(1, 13)] and two[12] < 0.5 * two[1]
@@ -125,8 +122,7 @@ def test_a_frozen_table_of_positions_is_what_the_code_makes_of_it(typed: Typed):
     assert typed(f"plan --module mine.py:whisper {ASKED.replace('fp32', 'bf16')} --fix pp=2,vp=1,mbs=4")[0] == 0
     code, out, err = typed("verify plan.json --json")
     assert code == 0 and max(block["error"] for block in json.loads(out)["code"]["blocks"]) < 1e-12, err
-    code, _, err = typed(f"run plan.json --steps 2 --out runs/heard {STEPS}")
-    assert code == 0, err
+    typed.answer(f"run plan.json --steps 2 --out runs/heard {STEPS}")
     assert typed("convert runs/heard heard.pt")[0] == 0
     heard, begun = torch.load("heard.pt"), whisper()[0].state_dict()
     changed = {name for name, tensor in begun.items() if (heard[name] != tensor).any()}
@@ -145,7 +141,6 @@ def test_a_data_set_that_does_not_fit_is_refused_with_its_sample(typed: Typed):
         "text.txt": "samples bring tensors: write FILE.py:FUNCTION",
     }
     for name, why in said.items():
-        code, _, err = typed(f"run plan.json --steps 1 --data.set {name} --out runs/none")
-        assert code == 2 and why in " ".join(err.split()), err
+        assert why in " ".join(typed.refusal(f"run plan.json --steps 1 --data.set {name} --out runs/none").split())
     code, _, err = typed(f"plan --module mine.py:vision {ASKED} --seq-len 16 --out other.json")
     assert code != 0 and "a sample of vision has 17 positions. Leave --seq-len out" in " ".join(err.split()), err
