@@ -18,7 +18,7 @@ from autoshard.spec.cluster_catalogue import load_cluster
 from tests.modules.comparing import cut_on_ranks, devices_of, difference
 from tests.modules.models import in_groups
 from tests.modules.modules import numbers
-from tests.ranks.spawn import on_ranks
+from tests.ranks.spawn import each_rank
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 _ENDS = (3, 3, 8)  # of three groups, the second without a row
@@ -96,36 +96,17 @@ def test_offsets_keep_the_axis_that_they_count_and_the_groups_whole(form: str):
     assert summed == {"rows": {16}, "columns": {24}}.get(form, set[int]())
 
 
-def in_16_bits(form: str, seeds: int) -> list[float]:
-    """Train in random layouts beside the plain module; return the difference of each."""
+@pytest.mark.slow
+@pytest.mark.parametrize("form", _FORMS)
+@each_rank(4)
+def test_products_by_groups_in_random_layouts_train_as_on_one_process(form: str):
     torch.manual_seed(0)
     plain, x = Grouped(*_FORMS[form]).double(), numbers(*_FORMS[form][0])
     sharding = shard_module(plain, [x], load_cluster("local", ranks=4), "data=2,model=2", precision="fp32")
     devices = devices_of("data=2,model=2")
-    modules = (cut_on_ranks(copy.deepcopy(plain), sharding, seed, devices) for seed in range(seeds))
-    return [difference(plain, module, [x]) for module in modules]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("form", _FORMS)
-def test_products_by_groups_in_random_layouts_train_as_on_one_process(form: str):
-    for worst in on_ranks(4, in_16_bits, form, 4):
-        assert max(worst) < 2e-2, worst  # of which 4e-3 is a rounding to 16 bits
-
-
-def trained(kind: str, width: int, seed: int) -> float:
-    """Train a model in random layouts beside the plain one; return the largest difference."""
-    torch.manual_seed(0)
-    plain, inputs = in_groups(kind, width)
-    plain = plain.double().eval()
-    sharding = shard_module(
-        plain, inputs, load_cluster("local", ranks=4), "data=2,model=2", precision="fp32", results=["loss"]
-    )
-    assert not sharding.kept_whole
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", ".*step by step")
-        module = cut_on_ranks(copy.deepcopy(plain), sharding, seed, devices_of("data=2,model=2"))
-        return difference(plain, module, inputs)
+    for seed in range(4):
+        module = cut_on_ranks(copy.deepcopy(plain), sharding, seed, devices)
+        assert difference(plain, module, [x]) < 2e-2, seed  # of which 4e-3 is a rounding to 16 bits
 
 
 def never(*_: Any) -> bool:
@@ -138,8 +119,19 @@ IN_DOUBLE = [("transformers.integrations.moe", "_can_use_grouped_mm", never)]
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "seed"), [("Qwen3Moe", 0), ("GptOss", 1), ("Mixtral", 2)])
+@each_rank(4, replaced=IN_DOUBLE)
 def test_mixtures_in_random_layouts_train_as_on_one_process(kind: str, seed: int):
-    assert max(on_ranks(4, trained, kind, 24, seed, replaced=IN_DOUBLE)) < 1e-6  # norms are computed in FP32
+    torch.manual_seed(0)
+    plain, inputs = in_groups(kind, 24)
+    plain = plain.double().eval()
+    sharding = shard_module(
+        plain, inputs, load_cluster("local", ranks=4), "data=2,model=2", precision="fp32", results=["loss"]
+    )
+    assert not sharding.kept_whole
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", ".*step by step")
+        module = cut_on_ranks(copy.deepcopy(plain), sharding, seed, devices_of("data=2,model=2"))
+        assert difference(plain, module, inputs) < 1e-6  # norms are computed in FP32
 
 
 _LAYOUTS: Mapping[str, Mapping[str, str]] = {
@@ -151,8 +143,18 @@ _LAYOUTS: Mapping[str, Mapping[str, str]] = {
 }
 
 
-def held(kind: str, ranks: int, dtype: torch.dtype) -> tuple[float, dict[str, float]]:
-    """Train with experts that are cut along their inner numbers; return the difference, and the shares of weights."""
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "ranks", "dtype", "bar"),
+    [
+        ("GptOss", 4, torch.float32, 1e-5),
+        ("Qwen3Moe", 4, torch.float32, 1e-5),
+        ("Qwen3Moe", 2, torch.bfloat16, 5e-2),  # parts of 12 numbers, which torch's kernel does not take
+    ],
+)
+@each_rank("ranks")
+def test_a_rank_holds_its_part_of_the_weights_of_all_experts(kind: str, ranks: int, dtype: torch.dtype, bar: float):
+    """Experts are cut along their inner numbers."""
     torch.manual_seed(0)
     plain, inputs = in_groups(kind, 24)
     plain = plain.to(dtype).eval()
@@ -160,24 +162,8 @@ def held(kind: str, ranks: int, dtype: torch.dtype) -> tuple[float, dict[str, fl
         warnings.filterwarnings("error", ".*step by step")
         pins, mesh = _LAYOUTS[kind], f"model={ranks}"
         module = shard(copy.deepcopy(plain), inputs, mesh, pins=pins, results=["loss"])
-        worst = difference(plain, module, inputs)
+        assert difference(plain, module, inputs) < bar
     weights = cast(dict[str, Any], dict(module.named_parameters()))
     shares = {path: weight.to_local().numel() / weight.numel() for path, weight in weights.items() if weight.dim() == 3}
-    return worst, {path.rpartition(".")[2]: share for path, share in shares.items()}
-
-
-_CHECKS: Mapping[str, tuple[str, int, torch.dtype, float]] = {
-    "GptOss": ("GptOss", 4, torch.float32, 1e-5),
-    "Qwen3Moe": ("Qwen3Moe", 4, torch.float32, 1e-5),
-    "16 bits": ("Qwen3Moe", 2, torch.bfloat16, 5e-2),  # parts of 12 numbers, which torch's kernel does not take
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", _CHECKS)
-def test_a_rank_holds_its_part_of_the_weights_of_all_experts(name: str):
-    kind, ranks, dtype, bar = _CHECKS[name]
-    for difference_of_rank, shares in on_ranks(ranks, held, kind, ranks, dtype):
-        assert difference_of_rank < bar
-        assert shares["down_proj"] == 1 / ranks
-        assert shares["gate_up_proj"] == 1 / ranks
+    held = {path.rpartition(".")[2]: share for path, share in shares.items()}
+    assert (held["down_proj"], held["gate_up_proj"]) == (1 / ranks, 1 / ranks)

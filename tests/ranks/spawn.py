@@ -82,13 +82,17 @@ def on_ranks(
         raise
 
 
-def each_rank(count: int, **options: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Let all of so many ranks run a test itself, each with its parameters; ``options`` are those of `on_ranks`."""
+def each_rank(count: int | str, **options: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Let all of so many ranks run a test itself, each with its parameters; ``options`` are those of `on_ranks`.
+
+    The count may be that of a parameter.
+    """
 
     def decorate(test: Callable[..., None]) -> Callable[..., None]:
         @wraps(test)
         def by_ranks(**given: Any) -> None:
-            on_ranks(count, _OwnTest(test.__module__, test.__name__), given, **options)
+            ranks = given[count] if isinstance(count, str) else count
+            on_ranks(ranks, _OwnTest(test.__module__, test.__name__), given, **options)
 
         return by_ranks
 

@@ -12,7 +12,7 @@ from torch import nn
 from autoshard.errors import InputError
 from autoshard.modules.running import agreeing
 from autoshard.modules.sharded import shard
-from tests.ranks.spawn import each_rank, on_ranks
+from tests.ranks.spawn import each_rank
 from tests.slower import rest_is_slow
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
@@ -59,26 +59,45 @@ def far(left: list[torch.Tensor], right: list[torch.Tensor]) -> float:
     return max(float((one - other).abs().max()) for one, other in zip(left, right, strict=True))
 
 
-def in_parts(mesh: str, batches: str, counts: list[int], results: list[str]) -> dict[str, float]:
-    """Hold each rank's part of a batch against the plain module on the whole one: results, and gradients of losses."""
+EVERYTHING = ["loss", "logits", "flat", "mean", "words"]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "mesh", "batches", "counts", "results"),
+    rest_is_slow(
+        [
+            (4, "dp=2,tp=2", LOCAL, [2, 2], EVERYTHING),
+            (2, "dp=2", LOCAL, [3, 2], ["loss"]),
+            (4, "dp=2,tp=2", "local:dp.tp", [2, 2, 2, 2], EVERYTHING),
+            (2, "dp=2", LOCAL, [3, 2], EVERYTHING),
+            (2, "dp=2", LOCAL, [2, 2], ["loss"]),
+        ],
+        2,
+        3,
+    ),
+)
+@each_rank("ranks")
+def test_parts_of_ranks_are_rows_of_one_batch(
+    ranks: int, mesh: str, batches: str, counts: list[int], results: list[str]
+):
+    """Each rank's part of a batch gives the results, and the gradients of losses, of the plain module on all of it."""
     sizes, number = [int(axis.partition("=")[2]) for axis in mesh.split(",")], dist.get_rank()
     if batches == LOCAL:
-        number //= dist.get_world_size() // sizes[0]
+        number //= ranks // sizes[0]
     plain, whole, start = tagger(), batch(sum(counts)), sum(counts[:number])
     own = cut(whole, start, start + counts[number])
     examples = cut(batch(2 * len(counts)), 2 * number, 2 * number + 2)
     module = shard(copy.deepcopy(plain), examples, mesh, batch=batches, results=results)
-    found = dict[str, float]()
     wanted, ours = plain(**whole), module(**own)
     rows = slice(start, start + counts[number])
     parts = {"logits": rows, "words": rows, "flat": slice(rows.start * 6, rows.stop * 6)}
     for name in results:
         expected = wanted[name][parts[name]] if name in parts else wanted[name]
         assert type(ours[name]) is torch.Tensor and ours[name].shape == expected.shape, name
-        found[name] = float((ours[name] - expected).detach().abs().max())
+        assert float((ours[name] - expected).abs().max()) < 1e-12, name
     (wanted["loss"] * 3).backward(retain_graph=True)
     (ours["loss"] * 3).backward()
-    found["gradients of the loss"] = far(gradients(plain), gradients(module))
+    assert far(gradients(plain), gradients(module)) < 1e-12, "gradients of the loss"
     if "logits" in results:
         ours = module(**own)
         names = [name for name in ("logits", "flat") if name in results]
@@ -88,31 +107,7 @@ def in_parts(mesh: str, batches: str, counts: list[int], results: list[str]) -> 
         own_losses = [(wanted["logits"][first:last] ** 2).mean() for first, last in spans]
         own_losses += [(wanted["flat"][6 * first : 6 * last] ** 2).mean() for first, last in spans] * ("flat" in names)
         (sum(own_losses) / len(counts)).backward()  # pyright: ignore
-        found["gradients of losses outside"] = far(gradients(plain), gradients(module))
-    return found
-
-
-EVERYTHING = ["loss", "logits", "flat", "mean", "words"]
-
-
-@pytest.mark.parametrize(
-    ("mesh", "batches", "counts", "results"),
-    rest_is_slow(
-        [
-            ("dp=2,tp=2", LOCAL, [2, 2], EVERYTHING),
-            ("dp=2", LOCAL, [3, 2], ["loss"]),
-            ("dp=2,tp=2", "local:dp.tp", [2, 2, 2, 2], EVERYTHING),
-            ("dp=2", LOCAL, [3, 2], EVERYTHING),
-            ("dp=2", LOCAL, [2, 2], ["loss"]),
-        ],
-        2,
-        3,
-    ),
-)
-def test_parts_of_ranks_are_rows_of_one_batch(mesh: str, batches: str, counts: list[int], results: list[str]):
-    ranks = 4 if "tp" in mesh else 2
-    for found in on_ranks(ranks, in_parts, mesh, batches, counts, results, timeout_s=300):
-        assert len(found) >= len(results) + 1 and max(found.values()) < 1e-12, found
+        assert far(gradients(plain), gradients(module)) < 1e-12, "gradients of losses outside"
 
 
 def refused(module: nn.Module, inputs: dict[str, torch.Tensor]) -> str:
