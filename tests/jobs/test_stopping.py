@@ -20,8 +20,6 @@ from autoshard.spec.training import Checkpointing, Training
 from tests.jobs.cases import FIRST, SCHEDULERS, SLURM, files_of, job_of, plan_of
 from tests.runtime.cases import tiny_plan
 
-BYTES = 12  # of a weight in FP32 and two moments
-
 
 def slow(plan: Plan, step_s: float) -> Plan:
     """A plan whose steps take so long."""

@@ -34,7 +34,6 @@ CASES = {
     "tokens-sent-once": ("qwen3-30b-a3b", "h100-80", 2, "kernels=mcore"),
     "heads-over-cp": ("llama3-8b", "h100-80", 2, "tp=1,cp_kind=all_to_all"),
 }
-ON_DEVICE = ("dense-trn1", "nxd-core", "mcore", "torch", "tokens-sent-once")  # no recompute with host memory
 CUT_ALIKE = ("nxd-core", "heads-over-cp", "host memory")  # whatever their sizes
 
 

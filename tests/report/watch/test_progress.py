@@ -16,6 +16,7 @@ from autoshard.errors import InputError
 from autoshard.report.sheet import Node
 from autoshard.report.watch.content import read_run
 from autoshard.report.watch.drifts import drifts_of
+from autoshard.report.watch.progress import RunProgress
 from autoshard.report.watch.sheets import headline_sheet
 from autoshard.report.watch.structured import progress_json
 from autoshard.runtime.folder import holds_files
@@ -30,6 +31,12 @@ def held(folder: Path) -> Iterator[None]:
     with (folder / ".lock").open("a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
+
+
+def seen_at_work(folder: Path) -> RunProgress:
+    """What is said of a folder while a run holds it."""
+    with held(folder):
+        return seen(folder)
 
 
 def test_a_folder_that_is_no_run_is_refused_with_what_to_type(tmp_path: Path) -> None:
@@ -62,8 +69,7 @@ def test_an_empty_folder_and_one_that_is_being_prepared_have_not_begun(tmp_path:
         now = seen(tmp_path)
     assert (now.state, now.reason, now.step, now.num_steps) == ("starting", "no step has ended yet", 0, 100)
     (tmp_path / "plan.json").write_text('{"schema": ')  # while it is written
-    with held(tmp_path):
-        now = seen(tmp_path)
+    now = seen_at_work(tmp_path)
     assert now.state == "starting" and now.model is None and "is not JSON" in now.remarks[0]
 
 
@@ -76,8 +82,7 @@ def test_a_run_under_way(tmp_path: Path) -> None:
     (tmp_path / "checkpoints" / "step-00000040.partial").mkdir()
     (kept / "index.json").write_bytes(bytes(24))
     touch(kept / "index.json", NOW - 8)
-    with held(tmp_path):
-        now = seen(tmp_path)
+    now = seen_at_work(tmp_path)
     assert (now.state, now.step, now.num_steps, now.is_bad) == ("running", 40, 100, False)
     assert now.left_s == pytest.approx(60 * STEP_S) and now.idle_s == pytest.approx(0.3)
     assert now.losses[0] == (1, 3.99) and now.losses[-1] == (40, 3.6) and len(now.losses) == 40
@@ -92,8 +97,7 @@ def test_a_run_under_way(tmp_path: Path) -> None:
 
 def test_steps_without_an_answer_have_no_loss_and_are_no_drift(tmp_path: Path) -> None:
     made_run(tmp_path, steps_of(40, loss=lambda n: None if n % 5 == 0 else 3.0))
-    with held(tmp_path):
-        now = seen(tmp_path)
+    now = seen_at_work(tmp_path)
     assert now.drifts == () and now.step == 40 and now.losses[38:] == ((39, 3.0), (40, None))
     assert now.last and now.last.step.loss is None and now.last.step.finite
     figures = Node(progress_json(now))
@@ -103,8 +107,7 @@ def test_steps_without_an_answer_have_no_loss_and_are_no_drift(tmp_path: Path) -
 
 def test_a_plan_about_another_machine_is_compared_with_nothing(tmp_path: Path) -> None:
     made_run(tmp_path, steps_of(40, mfu=None, time_s=9.0))
-    with held(tmp_path):
-        now = seen(tmp_path)
+    now = seen_at_work(tmp_path)
     assert now.pace and now.pace.predicted_s is None and now.pace.ratio is None and now.drifts == ()
 
 
@@ -121,8 +124,7 @@ def test_a_plan_about_another_machine_is_compared_with_nothing(tmp_path: Path) -
 )
 def test_a_run_that_drifts(tmp_path: Path, changes: dict[str, Any], says: str) -> None:
     made_run(tmp_path, steps_of(50, **changes))
-    with held(tmp_path):
-        now = seen(tmp_path)
+    now = seen_at_work(tmp_path)
     assert now.state == "running" and not now.is_bad
     assert any(says in one for one in now.drifts), now.drifts
     assert len(now.losses) == 50
@@ -139,8 +141,7 @@ def test_the_drift_of_a_start_is_about_its_own_steps(tmp_path: Path) -> None:
     """The steps before were of another plan, which was faster."""
     again = {"from": 50, "at": NOW - 0.3 - 49.5 * STEP_S}
     made_run(tmp_path, steps_of(100, time_s=lambda n: 0.1 if n <= 50 else STEP_S), notes=(FROM, again), num_steps=200)
-    with held(tmp_path):
-        now = seen(tmp_path)
+    now = seen_at_work(tmp_path)
     assert now.starts == (0, 50) and now.drifts == ()
 
 
@@ -150,8 +151,7 @@ def test_a_checkpoint_that_is_missed(tmp_path: Path) -> None:
         (said,) = seen(tmp_path).drifts
     assert said == "no checkpoint for 300 steps (149.50 s), though one every 50 steps is asked for"
     made_run(tmp_path, steps_of(300), keeping=Checkpointing(every_steps=50, to="s3://bucket/run"), num_steps=500)
-    with held(tmp_path):
-        now = seen(tmp_path)
+    now = seen_at_work(tmp_path)
     assert now.drifts == () and now.checkpoints_elsewhere == "s3://bucket/run"
 
 
@@ -263,12 +263,10 @@ def test_what_a_run_notes_of_its_end_is_known_everywhere(tmp_path: Path, host: s
 def test_a_run_that_starts_again_after_failures(tmp_path: Path) -> None:
     failed = [{"from": 0, "at": NOW - 900}, {"failed": "rank 1 died", "at": NOW - 60}]
     made_run(tmp_path, steps_of(40, age_s=61), notes=failed)
-    with held(tmp_path):
-        now = seen(tmp_path)
+    now = seen_at_work(tmp_path)
     assert (now.state, now.reason) == ("starting", "again, after: rank 1 died")
     made_run(tmp_path, steps_of(42), notes=[*failed, {"from": 40, "at": NOW - 2}])
-    with held(tmp_path):
-        now = seen(tmp_path)
+    now = seen_at_work(tmp_path)
     assert (now.state, now.starts, now.failures) == ("running", (0, 40), ("rank 1 died",))
 
 
