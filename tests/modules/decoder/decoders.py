@@ -65,11 +65,16 @@ class Own(nn.Module):
         self.blocks = nn.ModuleList(OwnLayer() for _ in range(layers))
         self.norm, self.out = nn.LayerNorm(64), nn.Linear(64, VOCABULARY, bias=False)
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.words(tokens) + self.places(torch.arange(tokens.shape[1], device=tokens.device))
+    def embedded(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.words(tokens) + self.places(torch.arange(tokens.shape[1], device=tokens.device))
+
+    def layered(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
             x = block(x)
-        return self.out(self.norm(x))
+        return x
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.out(self.norm(self.layered(self.embedded(tokens))))
 
 
 class OwnLayer(nn.Module):

@@ -214,11 +214,8 @@ class Placed(Own):
         self.places = nn.Parameter(torch.zeros(1, 64, 64))
         self.hashed = nn.Embedding(50, 64)
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.words(tokens) + self.hashed(tokens * 31 % 50) + self.places[:, : tokens.shape[1]]
-        for block in self.blocks:
-            x = block(x)
-        return self.out(self.norm(x))
+    def embedded(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.words(tokens) + self.hashed(tokens * 31 % 50) + self.places[:, : tokens.shape[1]]
 
 
 class Attended(Layer):
@@ -240,12 +237,14 @@ class AddedOutside(Own):
         mlps = (nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 88), nn.GELU(), nn.Linear(88, 64)) for _ in range(LAYERS))
         self.blocks = nn.ModuleList(nn.ModuleList([Attended(), mlp]) for mlp in mlps)
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x, blocks = self.words(tokens), cast(Any, self.blocks)
-        for parts in blocks:
+    def embedded(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.words(tokens)
+
+    def layered(self, x: torch.Tensor) -> torch.Tensor:
+        for parts in cast(Any, self.blocks):
             for part in parts:
                 x = part(x) + x
-        return self.out(self.norm(x))
+        return x
 
 
 class Deep(Own):
@@ -257,9 +256,7 @@ class Deep(Own):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.wider(self.words(tokens)) + self.places(torch.arange(tokens.shape[1], device=tokens.device))
-        for block in self.blocks:
-            x = block(x)
-        return self.out(F.gelu(self.more(self.norm(x))))
+        return self.out(F.gelu(self.more(self.norm(self.layered(x)))))
 
 
 def of(layer: type[OwnLayer]) -> Callable[[], nn.Module]:
@@ -372,16 +369,14 @@ class Reading(Own):
         super().__init__()
         self.others, self.pair = nn.ModuleList([PaddedLayer(), PaddedLayer()]), nn.Linear(64, 128)
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.words(tokens)
-        for block in self.blocks:
-            x = block(x)
+    def layered(self, x: torch.Tensor) -> torch.Tensor:
+        x = super().layered(x)
         key, value = map(eight, self.pair(x).chunk(2, -1))
         for layer in self.others:
             reader = cast(Any, layer)
             mixed = reader.mixed(eight(reader.query(x)), key, value, causal(x))
             x = x + reader.mix(mixed.transpose(1, 2).reshape(x.shape))
-        return self.out(self.norm(x))
+        return x
 
 
 def test_attention_to_what_goes_along_is_planned_by_its_work():
@@ -471,21 +466,15 @@ class Changed(Own):
 class Again(Own):
     """All layers run twice."""
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.words(tokens) + self.places(torch.arange(tokens.shape[1], device=tokens.device))
-        for block in [*self.blocks, *self.blocks]:
-            x = block(x)
-        return self.out(self.norm(x))
+    def layered(self, x: torch.Tensor) -> torch.Tensor:
+        return super().layered(super().layered(x))
 
 
 class Marked(Own):
     """Words are ones and zeros."""
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = F.one_hot(tokens, VOCABULARY).float() @ self.words.weight
-        for block in self.blocks:
-            x = block(x)
-        return self.out(self.norm(x))
+    def embedded(self, tokens: torch.Tensor) -> torch.Tensor:
+        return F.one_hot(tokens, VOCABULARY).float() @ self.words.weight
 
 
 REFUSED: Mapping[str, tuple[Callable[[], nn.Module], str]] = {

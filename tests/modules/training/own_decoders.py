@@ -40,11 +40,16 @@ class Gpt(nn.Module):
         self.out.weight = self.words.weight
         nn.init.normal_(self.words.weight, std=0.2)
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.words(tokens) + self.places(torch.arange(tokens.shape[1], device=tokens.device))
+    def embedded(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.words(tokens) + self.places(torch.arange(tokens.shape[1], device=tokens.device))
+
+    def layered(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
             x = layer(x)
-        return self.out(self.norm(x))
+        return self.norm(x)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.out(self.layered(self.embedded(tokens)))
 
 
 class SequenceFirst(Gpt):
@@ -122,8 +127,7 @@ class Penalised(Told):
         self.gpt.layers = nn.ModuleList(self.Layer(0.0) for _ in range(4))
 
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        gpt, penalty = self.gpt, torch.zeros(())
-        x = gpt.words(tokens) + gpt.places(torch.arange(tokens.shape[1], device=tokens.device))
+        gpt, penalty, x = self.gpt, torch.zeros(()), self.gpt.embedded(tokens)
         for layer in gpt.layers:
             x, share = layer(x)
             penalty = penalty + share
@@ -138,12 +142,8 @@ class Foretelling(Told):
         self.second = nn.Linear(WIDTH, WORDS)
 
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        gpt = self.gpt
-        x = gpt.words(tokens) + gpt.places(torch.arange(tokens.shape[1], device=tokens.device))
-        for layer in gpt.layers:
-            x = layer(x)
-        x = gpt.norm(x)
-        loss = functional.cross_entropy(gpt.out(x).flatten(0, 1), targets.flatten())
+        x = self.gpt.layered(self.gpt.embedded(tokens))
+        loss = functional.cross_entropy(self.gpt.out(x).flatten(0, 1), targets.flatten())
         return loss + 0.3 * functional.cross_entropy(self.second(x[:, :-1]).flatten(0, 1), targets[:, 1:].flatten())
 
 
