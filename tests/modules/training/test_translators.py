@@ -1,8 +1,9 @@
-"""Encoders with decoders, and layers that attend twice: what goes from part to part, and steps of the plain module."""
+"""Stacks whose samples are no tokens, encoders with decoders, layers that attend twice: steps of the plain module."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -11,24 +12,31 @@ import autoshard
 from autoshard.engine.torch.formats import Formats
 from autoshard.errors import InputError
 from autoshard.modules.capture import Captured, capture
-from autoshard.modules.decoder.arguments import token_arguments
+from autoshard.modules.decoder.arguments import planned_data, token_arguments
 from autoshard.modules.decoder.ends import trained_end
 from autoshard.modules.decoder.reading import captured_stack, frozen_buffers, read_decoder, with_constants
 from autoshard.modules.decoder.segments import Stack, stack_of
+from autoshard.modules.training.packing import Packing
 from autoshard.modules.training.reading import TracedCode, traced_code
 from autoshard.spec.workload import Precision
 from tests.kit import local_plan
 from tests.modules.training import own_translators as own
 from tests.modules.training.code_cases import plan_of
 from tests.modules.training.own_decoders import Gpt, biased
-from tests.modules.training.own_samples import HIDDEN, Layer, Made
+from tests.modules.training.own_samples import HIDDEN, SAMPLES, Layer, Made, contrastive
 from tests.modules.training.own_translators import OF_TRANSFORMERS, SOURCE, TARGET, TRANSLATORS, Translator
 from tests.modules.training.sample_cases import hold_samples, plan_of_samples
-from tests.modules.training.test_code_samples import LAYOUTS
 from tests.slower import covering, rest_is_slow
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 MADE = {**TRANSLATORS, **OF_TRANSFORMERS}
+LAYOUTS = [
+    ("tp=2,pp=2,dp=1,mbs=2", 4),
+    ("tp=1,pp=1,dp=2,mbs=2", 2),
+    ("tp=1,pp=2,vp=2,dp=1,mbs=2,schedule=interleaved,recompute=full", 2),
+    ("tp=2,pp=1,dp=2,mbs=2,zero=3", 4),
+    ("tp=1,pp=2,dp=2,mbs=2,zero=1,schedule=zb_h1", 4),
+]
 CUTS = [  # a cut in the encoder, one in the decoder, and one at each layer
     ("tp=1,pp=2,dp=1,mbs=2,stages=1/3", 2), ("tp=1,pp=2,dp=1,mbs=2,stages=3/1", 2), ("tp=1,pp=4,dp=1,mbs=2", 4),
     ("tp=1,pp=1,cp=2,dp=1,mbs=2,cp_order=contiguous", 2), ("tp=1,pp=2,vp=2,dp=1,mbs=2,schedule=zb_v", 2),
@@ -199,9 +207,46 @@ def may_run(case: Any) -> bool:
     return name != "Timesformer" or "dp=1" in text
 
 
+CASES = [*covering(SAMPLES, LAYOUTS), *covering(MADE, LAYOUTS), *covering(TRANSLATORS, CUTS)]
+
+
 @pytest.mark.parametrize(
-    ("name", "layout"), [case for case in (*covering(MADE, LAYOUTS), *covering(TRANSLATORS, CUTS)) if may_run(case)],
+    ("name", "layout"), [case for case in CASES if may_run(case)],
     ids=lambda value: value if isinstance(value, str) else value[0],
 )  # fmt: skip
 def test_steps_are_those_of_the_plain_module(name: str, layout: tuple[str, int]):
-    hold_samples(MADE[name], *layout)
+    hold_samples({**MADE, **SAMPLES}[name], *layout)
+
+
+@pytest.mark.parametrize("text", rest_is_slow(["tp=2,pp=1,dp=2,mbs=4", "tp=1,pp=2,dp=2,mbs=4,zero=1"], 1, 2))
+def test_a_loss_that_compares_the_samples_of_a_micro_batch_is_that_of_the_plain_module(text: str):
+    hold_samples(contrastive, text, 4)
+
+
+@pytest.mark.slow
+def test_an_example_of_a_single_sample_is_enough():
+    module, inputs = SAMPLES["diffusion"]()
+    single = {name: tensor[:1] for name, tensor in inputs.items()}
+    several, alone = (read_decoder(module, None, given).traced for given in (inputs, single))
+    assert several and alone and (several.lines, several.sizes) == (alone.lines, alone.sizes)
+
+
+def test_whole_numbers_stay_whole_whatever_the_example_holds():
+    (argument,) = planned_data({"labels": torch.full((2, 3), -100)}, ["labels"])
+    assert argument.is_whole and not argument.drawn(np.random.default_rng(0)).any()
+
+
+@pytest.mark.slow
+def test_formats_of_one_size_are_not_packed_together():
+    (module, inputs), formats = SAMPLES["diffusion"](), Formats()
+    model = read_decoder(module, None, inputs)
+    plan = local_plan(
+        "tp=1,pp=1,dp=1,mbs=4", model, precision=Precision.named("fp32"), seq_len=model.max_positions, global_batch=8
+    )
+    captured = traced_code(module, plan, formats, inputs).graph.captured
+    stack = stack_of(captured.program, trained_end(captured, ()).value)
+    stack.embed.gives.format, stack.beside[0].format = torch.float16, torch.bfloat16
+    for layer in stack.layers:
+        layer.gives.format = torch.float16
+    with pytest.raises(InputError, match="which would round it"):
+        Packing.of(stack, 4, casts=True)
