@@ -9,7 +9,7 @@ from torch import nn
 from autoshard.engine.torch.formats import Formats
 from autoshard.modules.training.reading import traced_code
 from autoshard.run.protocol import EngineMode
-from tests.modules.decoder.test_ends import bert, modern_bert
+from tests.modules.decoder.test_lift import bert, modern_bert
 from tests.modules.training.code_cases import Make, compared, compared_dropping, hold, plan_made, plan_of
 from tests.modules.training.own_decoders import (
     LOSSES,
