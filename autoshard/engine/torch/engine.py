@@ -25,6 +25,7 @@ from autoshard.engine.torch.ledger import Ledger
 from autoshard.engine.torch.pipeline import RankPipeline
 from autoshard.engine.torch.states.flat import flats
 from autoshard.engine.torch.states.norms import GroupNorms
+from autoshard.engine.torch.states.scaling import unscale
 from autoshard.engine.torch.states.store import Store
 from autoshard.engine.torch.states.weight import Tied, Weight
 from autoshard.engine.torch.steps import RankContext
@@ -117,6 +118,7 @@ class TorchEngine:
         world.activity.act("reduction of gradients")
         self._tie_gradients()
         self.gradients = self.store.reduced()
+        unscale(flats, self.gradients, self._pipeline.scale)
         device_squares = [flat.square(piece) for flat, piece in zip(flats, self.gradients, strict=True)]
         # A step waits for its device here, and nowhere else.
         noted, stacked = self._pipeline.noted, torch.stack([*device_squares, *device_losses.values()])

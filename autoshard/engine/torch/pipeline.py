@@ -16,6 +16,7 @@ from autoshard.engine.torch.formats import memory_of, own
 from autoshard.engine.torch.generated import Generator
 from autoshard.engine.torch.joint import side_by_side
 from autoshard.engine.torch.offloading import HostMemory, offloaded_blocks
+from autoshard.engine.torch.states.scaling import gradient_scale
 from autoshard.engine.torch.states.store import OpenedWeights, Store
 from autoshard.engine.torch.steps import NUMBERS, RankContext
 from autoshard.engine.torch.world import Arrival
@@ -109,6 +110,7 @@ class RankPipeline:
         if context.world.channels:
             context.world.connect(self._links(), context.formats.device)
         self._batches: Sequence[Batch] = ()
+        self.scale = 1.0  # of the gradients that this step adds to their sums
         self._made_inputs = programs.inputs
         self._inputs: dict[tuple[str, str, int, Layout], torch.Tensor] = {}
         self._values: dict[tuple[str, int], Values] = {}  # of blocks that wait for their backward pass
@@ -140,6 +142,7 @@ class RankPipeline:
         that count them, and the most bytes kept for backward if ``counts``.
         """
         world, most_bytes, self._batches = self.context.world, 0, micro_batches
+        self.scale = gradient_scale(self.plan.workload.precision, micro_batches)
         self.noted.clear()
         named = record_function if torch.autograd.profiler._is_profiler_enabled else nullcontext
         for number, action in enumerate(self._actions):
@@ -254,7 +257,7 @@ class RankPipeline:
         if kind != "W" and stage < self.last_stage:
             upstream = self._receive(action)
         elif kind != "W":
-            upstream = torch.ones((), dtype=formats.of("fp32"), device=formats.device)
+            upstream = torch.full((), self.scale, dtype=formats.of("fp32"), device=formats.device)
         for name, run in reversed(list(self.stages[stage].items())):
             adds = self._adds[kind, name]
             opened = store.opened(name, reads=kind != "W", adds=adds, following=self._begin_next(turn, name))
@@ -318,7 +321,8 @@ class RankPipeline:
             sizes, formats = self.context.mesh_rank.sizes, self.context.formats
             weight = loss.coefficient * loss.weight(sizes, self.plan.schedule.num_micro_batches)
             self._constants[gradient] = torch.full((), weight, dtype=formats.of("fp32"), device=formats.device)
-        return self._constants[gradient]
+        constant = self._constants[gradient]
+        return constant if self.scale == 1.0 else constant * self.scale
 
     def _note(self, name: str, values: Values) -> None:
         """Take what a block noted out of its values, and add it to what it noted before in this step."""
