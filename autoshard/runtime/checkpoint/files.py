@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from autoshard.errors import InputError
+from autoshard.errors import InputError, require
 from autoshard.layout.shards import Box
 from autoshard.run.placement import StatePiece
 from autoshard.spec import record
@@ -121,6 +121,9 @@ def load_index(data: bytes, where: str) -> CheckpointIndex:
         )
         for name, tensor in body["tensors"].items()
     }
+    for name, tensor in tensors.items():
+        held, size = sum(math.prod(box.lengths) for box in tensor.boxes), math.prod(tensor.shape)
+        require((held == size, where, f"is damaged: it places {held:,} of the {size:,} numbers of {name}"))
     plain = {name: body[name] for name in ("model", "candidate", "finite", "files")}
     named = {*plain["files"], *(box.file for tensor in tensors.values() for box in tensor.boxes)}
     strange = sorted(name for name in named if name not in plain["files"] or "/" in name or name in (".", ".."))
@@ -165,6 +168,26 @@ def overlap(first: Box, second: Box) -> tuple[tuple[slice, ...], tuple[slice, ..
         return None
     in_first = tuple(slice(low - a, high - a) for low, high, a, _ in axes)
     return in_first, tuple(slice(low - b, high - b) for low, high, _, b in axes)
+
+
+def fills_once(tensor: StoredTensor) -> bool:
+    """Say whether the boxes of a tensor fill it without overlap, by a sweep along the axis that they cut most often."""
+    shape, boxes = tensor.shape, tensor.boxes
+    inside = all(0 <= low <= low + n <= size for b in boxes for low, n, size in zip(*b.place, shape, strict=True))
+    if not inside or sum(math.prod(box.lengths) for box in boxes) != math.prod(shape):
+        return False
+    axis = max(range(len(shape)), key=lambda axis: len({box.offsets[axis] for box in boxes}), default=0)
+    open_boxes = list[StoredBox]()
+    for box in sorted(boxes, key=lambda box: box.offsets[axis:]):
+        open_boxes = [
+            earlier
+            for earlier in open_boxes
+            if not shape or earlier.offsets[axis] + earlier.lengths[axis] > box.offsets[axis]
+        ]
+        if any(overlap(box.place, earlier.place) for earlier in open_boxes):
+            return False
+        open_boxes.append(box)
+    return True
 
 
 def header_of(

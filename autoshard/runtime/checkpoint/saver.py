@@ -1,6 +1,5 @@
 """Saving: a thread copies the state while the next step computes, and the next update waits for it."""
 
-import math
 import shutil
 import threading
 import time
@@ -29,9 +28,9 @@ from autoshard.runtime.checkpoint.files import (
     box_name,
     cut_piece,
     dump_index,
+    fills_once,
     header_of,
     is_finite,
-    overlap,
 )
 from autoshard.runtime.checkpoint.shelf import Shelf
 from autoshard.runtime.checkpoint.storage import Storage, StorageError, persistent
@@ -111,29 +110,11 @@ def joined_tensors(files: Iterable[RankFile]) -> dict[str, StoredTensor]:
         tensors |= file.tensors
         for name, tensor in file.tensors.items():
             boxes[name] += tensor.boxes
-    for name, tensor in tensors.items():
-        if not _fill_once(tensor.shape, boxes[name]):
+    joined = {name: replace(tensor, boxes=tuple(boxes[name])) for name, tensor in tensors.items()}
+    for name, tensor in joined.items():
+        if not fills_once(tensor):
             raise StorageError(f"{name}: the boxes of all ranks do not fill it exactly once")
-    return {name: replace(tensor, boxes=tuple(boxes[name])) for name, tensor in tensors.items()}
-
-
-def _fill_once(shape: tuple[int, ...], boxes: Sequence[StoredBox]) -> bool:
-    """Say whether boxes fill a tensor without overlap, by a sweep along the axis that they cut most often."""
-    inside = all(0 <= low <= low + n <= size for b in boxes for low, n, size in zip(*b.place, shape, strict=True))
-    if not inside or sum(math.prod(box.lengths) for box in boxes) != math.prod(shape):
-        return False
-    axis = max(range(len(shape)), key=lambda axis: len({box.offsets[axis] for box in boxes}), default=0)
-    open_boxes = list[StoredBox]()
-    for box in sorted(boxes, key=lambda box: box.offsets[axis:]):
-        open_boxes = [
-            earlier
-            for earlier in open_boxes
-            if not shape or earlier.offsets[axis] + earlier.lengths[axis] > box.offsets[axis]
-        ]
-        if any(overlap(box.place, earlier.place) for earlier in open_boxes):
-            return False
-        open_boxes.append(box)
-    return True
+    return joined
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

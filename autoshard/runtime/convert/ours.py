@@ -23,6 +23,7 @@ from autoshard.runtime.checkpoint.files import (
     box_name,
     cut_piece,
     dump_index,
+    fills_once,
 )
 from autoshard.runtime.checkpoint.shelf import Shelf, meant, refuse_other
 from autoshard.runtime.checkpoint.storage import Storage, StorageError
@@ -115,6 +116,8 @@ def finish_ours(
         )
         for name, its_boxes in boxes.items()
     }
+    partial = [name for name, tensor in tensors.items() if not fills_once(tensor)]
+    assert not partial, f"ranks of the plan hold only a part of {', '.join(partial)}"
     index = CheckpointIndex(
         state=source.state or RunState(),
         model=model.name,
@@ -159,7 +162,7 @@ def _first_owners(plan: Plan, weights: Iterable[str]) -> Iterator[tuple[int, str
     for rank in range(plan.mesh.num_ranks):
         standing = MeshRank(mesh=plan.mesh, rank=rank, sizes=programs.graph.sizes)
         for stage, blocks in zip(plan.stages, programs.stages, strict=True):
-            if stage.rank != standing.coordinate("pp") or standing.coordinate("edp") or standing.coordinate("cp"):
+            if stage.rank != standing.coordinate("pp") or standing.coordinate("edp"):  # which cuts no weight
                 continue
             for name, parts in blocks.items():
                 for tensor in parts.block.parameters:

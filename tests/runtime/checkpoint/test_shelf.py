@@ -245,3 +245,10 @@ def test_an_index_that_ends_too_early_or_is_of_another_format_is_refused() -> No
     text = json.dumps(json.loads(dump_index(TINY_INDEX))["index"] | {"format": 9}, separators=(",", ":"))
     with pytest.raises(InputError, match="is of format 9, and this version reads 1"):
         load_index(f'{{"crc32":{zlib.crc32(text.encode())},"index":{text}}}'.encode(), "here")
+
+
+def test_an_index_that_places_a_part_of_a_tensor_is_refused_before_anything_is_loaded() -> None:
+    half = StoredTensor("F32", (8, 2), (BOX,))
+    partial = replace(TINY_INDEX, tensors={"weight/layer.0.up.weight": half})
+    with pytest.raises(InputError, match=r"here: is damaged: it places 8 of the 16 numbers of weight/layer\.0\.up"):
+        load_index(dump_index(partial), "here")

@@ -66,6 +66,22 @@ def test_through_all_forms_and_back(card: str, data: st.DataObject, tmp_path_fac
     assert (folder / "last" / "tokenizer.json").read_text() == "{}"
 
 
+# Experts are cut over what cuts sequences or heads elsewhere.
+FOLDED = (
+    "tp=2,pp=1,cp=2,dp=2,ep=2,fold=cp.tp", "tp=1,pp=2,cp=2,dp=1,fold=cp", "tp=2,pp=1,cp=2,dp=2,ep=2,fold=tp",
+    "tp=2,pp=1,cp=2,dp=2,zero=3,fold=cp",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("text", FOLDED)
+def test_experts_of_folded_axes_are_all_written(text: str, tmp_path: Path) -> None:
+    first = written(tmp_path / "first", reduced("mixtral-8x7b"))
+    plan = plan_of(text, load_model(first), global_batch=8, seq_len=16)
+    converted(first, tmp_path / "ours", form="autoshard", plan=plan)
+    converted(tmp_path / "ours", tmp_path / "last")
+    same(read(first), read(tmp_path / "last"))
+
+
 CASES = [
     ("llama", {"tie_word_embeddings": True, "attention_bias": True}),
     *DIFFERENT_LAYERS,
