@@ -12,7 +12,7 @@ from autoshard.run.folder import CHECKPOINTS, PLAN, TRAINING
 from autoshard.run.protocol import Resume
 from autoshard.spec import record
 from autoshard.spec.files import json_line
-from autoshard.spec.training import Training
+from autoshard.spec.training import RateSchedule, Training
 from autoshard.units import counted
 
 _PREDICTS = ("expert_imbalance",)  # fields of a workload that train nothing
@@ -179,6 +179,11 @@ def workload_notes(before: Plan | None, plan: Plan, progress: Progress | None) -
     ]
 
 
+def _curve_of(training: Training) -> tuple[float, RateSchedule]:
+    """Return what the user says of the learning rate, whatever the steps; a recipe says it again at every start."""
+    return training.learning_rate, replace(training.schedule, over_steps=None, extend="keep")
+
+
 def _is_stated(name: str, stated: Collection[str]) -> bool:
     return any(name == option or name.startswith(f"{option}.") for option in stated)
 
@@ -188,9 +193,9 @@ def _with_curve(
 ) -> tuple[Training, Sequence[str]]:
     """Keep the curve of the learning rate, or say where it jumps, if the run goes on with another number of steps."""
     schedule, length = training.schedule, before.schedule.over_steps or before.steps
-    shaped = [name for name in stated if name.startswith("schedule.") and name != "schedule.extend"]
+    shaped = "schedule.over_steps" in stated or _curve_of(training) != _curve_of(before)
     rescales = "schedule.extend" in stated and schedule.extend == "rescale"
-    if not done or shaped or "learning_rate" in stated or (training.steps == before.steps and not rescales):
+    if not done or shaped or (training.steps == before.steps and not rescales):
         return training, ()
     old = replace(training, schedule=replace(schedule, over_steps=None if training.steps == length else length))
     new = replace(training, schedule=replace(schedule, over_steps=None))

@@ -117,6 +117,16 @@ def test_a_longer_run_keeps_its_curve_or_says_where_the_rate_jumps() -> None:
         start(replace(before, schedule=RateSchedule(shape="cosine")), 8, steps=16)
 
 
+def test_a_recipe_that_states_its_curve_at_every_start_keeps_it() -> None:
+    before = Training(steps=8, learning_rate=1.0, schedule=COSINE)
+    recipe = {"learning_rate": 1.0, **{f"schedule__{name}": getattr(COSINE, name) for name in ("shape", "final")}}
+    training, notes = start(before, 8, steps=16, **recipe)
+    assert training.schedule.over_steps == 8 and "keeps its curve over 8 steps" in notes
+    assert start(training, 12, steps=32, **recipe)[0].schedule.over_steps == 8
+    changed, notes = start(before, 8, steps=16, **{**recipe, "schedule__final": 0.5})
+    assert changed.schedule.over_steps is None and "schedule.final was 0.1, now 0.5" in notes
+
+
 def test_a_curve_that_was_not_used_yet_is_laid_over_the_new_steps() -> None:
     wsd = Training(steps=10, schedule=RateSchedule(shape="wsd", warm_up_steps=2))
     training, notes = start(wsd, 6, steps=20)
