@@ -1,11 +1,13 @@
 """Where ranks meet: a folder for those that are forked here, a port of rank 0 for those that something else started.
 
 Before ranks make torch's world, those that were started one by one hear from rank 0 whether it takes the run up: it
-alone looks at the run's folder, and who waits for a rank that has refused would wait ten minutes.
+alone looks at the run's folder, and who waits for a rank that has refused would wait ten minutes. Ranks of torchrun
+agree on a name for their start, because torchrun's store outlives ranks that ``--max-restarts`` starts again.
 """
 
 import tempfile
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -18,7 +20,7 @@ from autoshard.runtime.machine import XLA, joined_device
 _SILENCE = timedelta(minutes=10)  # after which a rank that waits for another gives up
 _TOLD_S = 30.0  # for other ranks to come and hear that rank 0 has refused
 _LOOK_S = 0.05
-_WORD, _HEARD = "autoshard/refusal", "autoshard/heard"  # keys of the store
+_WORD, _HEARD, _START = "autoshard/refusal", "autoshard/heard", "autoshard/start"  # keys of the store
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,6 +107,29 @@ def _agreed_store(launched: GivenRank) -> Any:
     return store
 
 
+def agreed_start(store: Any, rank: int, num_ranks: int, patience_s: float = _SILENCE.total_seconds()) -> str:
+    """Return the name of this start of all ranks, in a store that may hold what ranks of an earlier start have left.
+
+    Rank 0 names it, hears from each rank who it is, and says of whom it has heard: a rank of whom it has not heard has
+    read the name of an earlier start, and looks for a new one.
+    """
+    who, end_s = uuid.uuid4().hex, time.monotonic() + patience_s
+    if rank == 0:
+        store.set(_START, who)
+        members = [who, *(store.get(f"{who}/{member}").decode() for member in range(1, num_ranks))]
+        store.set(f"{who}/members", ",".join(members))
+        return who
+    told = ""
+    while time.monotonic() < end_s:
+        if (start := store.get(_START).decode()) != told:
+            store.set(f"{start}/{rank}", who)
+            told = start
+        if store.check([f"{start}/members"]) and who in store.get(f"{start}/members").decode().split(","):
+            return start
+        time.sleep(_LOOK_S)
+    raise RunFailed(f"rank {rank} has waited {patience_s:.0f} s for rank 0 to begin")
+
+
 @contextmanager
 def joined_world(launched: GivenRank, device: str) -> Iterator[None]:
     """Join torch's world with one thread for arithmetic: the cores belong to the other ranks."""
@@ -116,6 +141,11 @@ def joined_world(launched: GivenRank, device: str) -> Iterator[None]:
     ranks = {"rank": launched.rank, "world_size": launched.num_ranks, "timeout": _SILENCE}
     if launched.meets_at_a_port and device != XLA:
         dist.init_process_group(backend, store=_agreed_store(launched), **ranks)
+    elif launched.meeting == "env://" and device != XLA:
+        distributed: Any = dist  # whose types leave the function out
+        of_agent, *_ = next(distributed.rendezvous("env://", launched.rank, launched.num_ranks, timeout=_SILENCE))
+        start = agreed_start(of_agent, launched.rank, launched.num_ranks)
+        dist.init_process_group(backend, store=distributed.PrefixStore(start, of_agent), **ranks)
     else:
         dist.init_process_group(backend, launched.meeting, **ranks)
     yield

@@ -1,11 +1,16 @@
 """Ranks are forked, watched and ended together: by failure, by signal, and by the death of their parent."""
 
+import json
 import os
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +18,7 @@ import torch.distributed as dist
 
 from autoshard.errors import InputError, RunFailed
 from autoshard.runtime.launch import Placing, first_node, given_rank, launch
-from autoshard.runtime.meeting import GivenRank
+from autoshard.runtime.meeting import GivenRank, agreed_start
 from autoshard.runtime.watchdog import Watch
 from tests.runtime import cases
 from tests.runtime.cases import children_of, environment, is_alive, started, tiny_plan, wait_until, write_tiny
@@ -184,6 +189,37 @@ def test_ranks_that_were_started_one_by_one_hear_at_once_what_the_first_refuses(
     assert (one.returncode, two.returncode) == (2, 3) and said in refusal
     refused = f"autoshard: rank 0 does not take the run up: {said}"  # torch may warn before
     assert any(line.startswith(refused) for line in heard.splitlines()) and "Traceback" not in heard
+
+
+def test_ranks_that_are_started_again_agree_in_a_store_that_holds_the_start_before() -> None:
+    stores: Any = dist  # which its types leave out
+    store = stores.HashStore()
+    for _ in range(3):
+        with ThreadPoolExecutor() as pool:  # those that come before rank 0 read the name of the start before
+            agreeing = [pool.submit(agreed_start, store, rank, 3, 60.0) for rank in (1, 2)]
+            time.sleep(0.1)
+            starts = {agreed_start(store, 0, 3), *(answer.result() for answer in agreeing)}
+        assert len(starts) == 1
+    with pytest.raises(RunFailed, match="rank 1 has waited 0 s for rank 0 to begin"):
+        agreed_start(store, 1, 2, 0.2)
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_torchrun_starts_ranks_again_after_one_was_killed(tmp_path: Path) -> None:
+    write_tiny(tmp_path, "tp=2,pp=1,dp=1")
+    agent = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts", "1"]
+    run = ["--nproc-per-node", "2", "-m", "autoshard.cli", "run", "tiny.json", "--steps", "60", "--out", "run"]
+    more, lines = ["--checkpoint.every-steps", "2"], tmp_path / "run" / "metrics.jsonl"
+    command = [*agent, *run, *more]
+    with subprocess.Popen(command, cwd=tmp_path, env=environment(), stderr=subprocess.PIPE, text=True) as process:
+        wait_until(lambda: lines.exists() and lines.read_text().count("\n") > 5, "some steps are done")
+        os.kill(max(children_of(process.pid)), signal.SIGKILL)
+        _, said = process.communicate(timeout=cases.PATIENCE_S)
+    assert process.returncode == 0, said
+    assert [record["step"] for record in cases.read_metrics(lines)] == [*range(1, 61)]
+    starts = [json.loads(line) for line in (tmp_path / "run" / "attempts.jsonl").read_text().splitlines()]
+    assert [record["from"] > 0 for record in starts if "from" in record] == [False, True]
 
 
 def test_a_full_folder_of_temporary_files_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
