@@ -221,14 +221,20 @@ def set_sizes(source: SampleSource) -> tuple[tuple[str, int], ...]:
 
 
 def size_notes(before: Sequence[tuple[str, int]], now: Sequence[tuple[str, int]]) -> list[str]:
-    """Say that a run goes on with a set of another size: the number of its next sample is one in another order."""
+    """Say that a run goes on with sets by which the number of its next sample is one in another order.
+
+    Sets are numbered by their paths: copies of all of them elsewhere may stand in another order too.
+    """
     was = dict(before)
     drawn = "Its samples come in another order: some of them come again before the rest was seen"
-    return [
+    notes = [
         f"changed since the last start: {name} had {was[name]:,} tokens or samples, now {size:,}. {drawn}"
         for name, size in now
         if was.get(name, size) != size
     ]
+    if before and not notes and [size for _, size in before] != [size for _, size in now]:
+        notes = [f"changed since the last start: the sets are others, or their paths have another order. {drawn}"]
+    return notes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,16 @@ from autoshard.errors import InputError, RunFailed
 from autoshard.runtime.data.batches import SyntheticTokens
 from autoshard.runtime.data.indexed import IndexedWriter
 from autoshard.runtime.data.mixture import DataMixture
-from autoshard.runtime.data.opened import NAME, Manifest, TokenizerRecord, described, open_source, write_record
+from autoshard.runtime.data.opened import (
+    NAME,
+    Manifest,
+    TokenizerRecord,
+    described,
+    open_source,
+    set_sizes,
+    size_notes,
+    write_record,
+)
 from autoshard.spec import record
 from autoshard.spec.training import DataSpec, Evaluating, Training
 from tests.runtime.data.cases import counting, write_set
@@ -49,6 +58,22 @@ def write_folder(folder: Path, kind: str = "text", documents=((1, 2, 3, 4), (5, 
 def test_without_sets_tokens_are_synthetic() -> None:
     source = open_source(DataSpec(), seq_len=6, vocab=512, seed=3, separate=False)
     assert source == SyntheticTokens(seq_len=6, vocab=512, seed=3)
+
+
+def test_sets_whose_copies_elsewhere_stand_in_another_order_are_named(tmp_path: Path) -> None:
+    texts = {"home/z/a.txt": 30, "data/b.txt": 20, "moved/home/z/a.txt": 30, "moved/data/b.txt": 20, "a/a.txt": 30}
+    for name, size in texts.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("x" * size)
+
+    def sizes(*names: str) -> tuple[tuple[str, int], ...]:
+        return set_sizes(opened({tmp_path / name: 1.0 for name in names}))
+
+    before = sizes("home/z/a.txt", "data/b.txt")
+    assert size_notes(before, sizes("moved/home/z/a.txt", "moved/data/b.txt")) == []
+    (note,) = size_notes(before, sizes("a/a.txt", "data/b.txt"))
+    assert note.startswith("changed since the last start: the sets are others, or their paths have another order. Its")
+    assert size_notes((), before) == []
 
 
 @pytest.mark.parametrize("given", ["set", "set.bin", "set.idx"])
