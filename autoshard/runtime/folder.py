@@ -19,6 +19,7 @@ from autoshard.spec.files import json_line
 from autoshard.units import counted
 
 _MOST_WORDS = 600  # characters of a failure that are kept; the logs have all
+_FOLDER = "folder"  # of a start, in its record
 _FREED_S = 10.0  # in which the ranks of a start that was killed end, and leave its folder to the next
 
 
@@ -83,7 +84,19 @@ def count_attempt(folder: Path, step: int, most: int) -> None:
     if fruitless >= most:
         message = f"{counted(fruitless, 'start')} after step {step} came to no step. See {folder / LOGS}"
         raise RunFailed(f"{message}; then type --resume {step} to allow as many again")
-    _append(path, {"from": step})
+    _append(path, {"from": step, _FOLDER: str(folder.absolute())})
+
+
+def folder_before(folder: Path) -> Path:
+    """Return where this folder lay at the last start in it, as far as it says so."""
+    starts = [start for record in _records(folder / ATTEMPTS) if isinstance(start := record.get(_FOLDER), str)]
+    return Path(starts[-1]) if starts else folder.absolute()
+
+
+def original_of(folder: Path) -> Path | None:
+    """Return the folder of which this one is a copy: that of the last start, if it is there and is not this one."""
+    original = folder_before(folder)
+    return original if (original / TRAINING).is_file() and not original.samefile(folder) else None
 
 
 def note_stepped(folder: Path, step: int) -> None:

@@ -10,6 +10,7 @@ from autoshard.plan.diff import leaf_values
 from autoshard.plan.plan import Plan
 from autoshard.run.folder import CHECKPOINTS, PLAN, TRAINING
 from autoshard.run.protocol import Resume
+from autoshard.runtime.folder import folder_before, original_of
 from autoshard.spec import record
 from autoshard.spec.files import json_line
 from autoshard.spec.training import RateSchedule, Training
@@ -58,10 +59,19 @@ def start_before(folder: Path, to: object) -> StartBefore:
             texts[name], where = _copy(folder, None if to is None else str(to), name)
             notes.append(f"{path} was cut off by a kill; {where}")
     if (text := texts[TRAINING]) is not None:
-        training = record.decode(Training, json_line(text), folder / TRAINING)
+        training = _as_moved(record.decode(Training, json_line(text), folder / TRAINING), folder)
     if (text := texts[PLAN]) is not None:
         plan = load(folder / PLAN) if not notes else load(text)
     return StartBefore(training=training, plan=plan, notes=tuple(notes))
+
+
+def _as_moved(training: Training, folder: Path) -> Training:
+    """Return the options with the place of checkpoints that lies in the run's folder where that folder lies now."""
+    to, last = training.checkpoint.to, folder_before(folder)
+    if to in (None, "none") or not Path(to).is_relative_to(last):
+        return training
+    place = str(folder.absolute() / Path(to).relative_to(last))
+    return replace(training, checkpoint=replace(training.checkpoint, to=place))
 
 
 def _whole(text: str) -> str | None:
@@ -120,7 +130,14 @@ def refuse_strange_place(folder: Path, training: Training, before: Training | No
         require((strange is None, option, f"{holds}. {remedy}"))
         return
     place, place_before = place_of(folder, to), place_of(folder, before.checkpoint.to)
-    if before.checkpoint.to == "none" or (place_before == place and to != "none"):
+    if before.checkpoint.to == "none":
+        return
+    if place_before == place and to != "none":
+        lies_inside = Path(place).is_relative_to(folder.absolute())
+        original = None if lies_inside or resume == "newest" else original_of(folder)
+        shared = f"{folder} is a copy of {original}, and both would save to {place} and remove what the other saved"
+        remedy = "Copy these checkpoints too, and name their copy; or type --resume newest to go on with them here"
+        require((original is None, f"--checkpoint.to {place}", f"{shared}. {remedy}"))
         return
     old = resume_point(place_before, "auto")
     if old and (to == "none" or resume_point(place, "auto") is None):

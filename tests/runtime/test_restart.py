@@ -1,8 +1,10 @@
 """What a start takes over from the start before, and what it refuses to change silently."""
 
+import shutil
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, strategies as some
@@ -11,6 +13,7 @@ from autoshard.cli import main
 from autoshard.command_line.options import Stated
 from autoshard.errors import InputError
 from autoshard.plan.codec import dump
+from autoshard.runtime.folder import count_attempt
 from autoshard.runtime.restart import (
     Progress,
     StartBefore,
@@ -166,6 +169,38 @@ def test_checkpoints_of_another_run_are_continued_only_when_asked(tmp_path: Path
         moved = replace(training, checkpoint=Checkpointing(to=to))
         with pytest.raises(InputError, match=r"lie in .*shared \(newest: step 2\), so that it would begin again"):
             refuse_strange_place(tmp_path / "first", moved, training, "auto")
+
+
+def test_a_copy_of_a_run_does_not_save_into_the_checkpoints_of_the_original(tmp_path: Path) -> None:
+    first, second, place = tmp_path / "first", tmp_path / "second", tmp_path / "place"
+    training = Training(checkpoint=Checkpointing(to=str(place)))
+    first.mkdir()
+    (first / "training.json").write_text(training_text(training))
+    count_attempt(first, 0, 5)
+    shutil.copytree(first, second)
+    with pytest.raises(InputError, match=r"second is a copy of .*first, and both would save to .*place .*--resume new"):
+        refuse_strange_place(second, training, training, "auto")
+    refuse_strange_place(second, training, training, "newest")
+    refuse_strange_place(first, training, training, "auto")
+    (tmp_path / "linked").symlink_to(first)
+    refuse_strange_place(tmp_path / "linked", training, training, "auto")
+    refuse_strange_place(second, Training(), Training(), "auto")  # each has its checkpoints inside
+    shutil.rmtree(first)
+    refuse_strange_place(second, training, training, "auto")  # the run was moved
+
+
+@pytest.mark.parametrize("act", [shutil.copytree, shutil.move])
+def test_checkpoints_that_lie_in_the_folder_of_a_run_are_found_where_it_lies_now(act: Any, tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    training = Training(checkpoint=Checkpointing(to=str(first / "kept" / "here")))
+    first.mkdir()
+    (first / "training.json").write_text(training_text(training))
+    count_attempt(first, 0, 5)
+    assert start_before(first, None).training == training
+    act(str(first), str(second))
+    found = start_before(second, None).training
+    assert found and found.checkpoint.to == str(second / "kept" / "here")
+    refuse_strange_place(second, found, found, "auto")
 
 
 @pytest.mark.ranks
