@@ -65,6 +65,16 @@ def start_before(folder: Path, to: object) -> StartBefore:
     return StartBefore(training=training, plan=plan, notes=tuple(notes))
 
 
+def stated_place(folder: Path) -> str:
+    """Return where the run of a folder saves its checkpoints, if it was told a place; "" otherwise."""
+    path = folder / TRAINING
+    content = json_line(path.read_bytes()) if path.is_file() else None
+    if content is None:
+        return ""
+    to = _as_moved(record.decode(Training, content, path), folder).checkpoint.to
+    return "" if to in (None, "none") else to
+
+
 def _as_moved(training: Training, folder: Path) -> Training:
     """Return the options with the place of checkpoints that lies in the run's folder where that folder lies now."""
     to, last = training.checkpoint.to, folder_before(folder)

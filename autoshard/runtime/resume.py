@@ -18,7 +18,7 @@ from autoshard.runtime.checkpoint.loading import LoadRates, load_checkpoint
 from autoshard.runtime.checkpoint.shelf import Shelf, meant, refuse_other
 from autoshard.runtime.checkpoint.storage import Storage, StorageError
 from autoshard.runtime.convert.converting import is_foreign, read_weights
-from autoshard.runtime.restart import place_of
+from autoshard.runtime.restart import place_of, stated_place
 
 Begun = tuple[RunState, tuple[str, ...]]  # and notes for the user
 Value = TypeVar("Value")
@@ -125,6 +125,8 @@ def _initialised(path: str, plan: Plan, engine: Engine, group: Any) -> str:
     except StorageError as error:
         raise InputError.of("init_weights", f"cannot be read: {error}") from None
     if index is None:
+        place = stated_place(Path(path))
+        require((not place, "init_weights", f"{path} is a run whose checkpoints lie in {place}. Name that place"))
         message = f"{path} holds neither a checkpoint of autoshard nor a config.json with safetensors or files of NxD"
         raise InputError.of("init_weights", "; ".join([message, *remarks]))
     require((index.finite, "init_weights", f"{path} holds numbers that are not finite. Take the checkpoint before"))

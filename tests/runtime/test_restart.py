@@ -13,6 +13,7 @@ from autoshard.cli import main
 from autoshard.command_line.options import Stated
 from autoshard.errors import InputError
 from autoshard.plan.codec import dump
+from autoshard.runtime.convert.converting import form_of
 from autoshard.runtime.folder import count_attempt
 from autoshard.runtime.restart import (
     Progress,
@@ -201,6 +202,8 @@ def test_checkpoints_that_lie_in_the_folder_of_a_run_are_found_where_it_lies_now
     found = start_before(second, None).training
     assert found and found.checkpoint.to == str(second / "kept" / "here")
     refuse_strange_place(second, found, found, "auto")
+    with pytest.raises(InputError, match=r"second: is a run whose checkpoints lie in .*second/kept/here. Name that"):
+        form_of(second)
 
 
 @pytest.mark.ranks

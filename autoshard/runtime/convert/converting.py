@@ -35,6 +35,7 @@ from autoshard.runtime.convert.squares import refuse_other_sums
 from autoshard.runtime.convert.stored import WeightSource
 from autoshard.runtime.convert.words import write_ends, write_tokenizer
 from autoshard.runtime.data.opened import tokenizer_of
+from autoshard.runtime.restart import stated_place
 from autoshard.spec.hf.reader import PACKED
 from autoshard.spec.hf.writing import config_of
 from autoshard.spec.model import ModelSpec
@@ -68,6 +69,8 @@ def form_of(path: Path) -> Form:
         return "nxd"
     if ours:
         return "autoshard"
+    place = stated_place(path)
+    require((not place, str(path), f"is a run whose checkpoints lie in {place}. Name that place"))
     forms = "*.safetensors with a config.json, a checkpoint of autoshard (step-.../index.json), or of NxD (model/*.pt)"
     raise InputError.of(str(path), f"holds no weights that are known: {forms}")
 
