@@ -229,9 +229,10 @@ def foreign_token(tokens: Array, vocab: int) -> str:
     """Say that some token is not of a model's vocabulary; nothing if all are."""
     if not tokens.size or (tokens.min() >= 0 and tokens.max() < vocab):
         return ""
-    worst = tokens.max() if tokens.min() >= 0 else tokens.min()
-    remedy = f"Tokenize with the model's own tokenizer, or train a model with at least {worst + 1} tokens"
-    return f"holds the token {worst}, and the model knows 0 to {vocab - 1}. {remedy}"
+    least, most = int(tokens.min()), int(tokens.max())
+    larger = f", or train a model with at least {most + 1} tokens" if least >= 0 else ""
+    what = f"holds the token {most if least >= 0 else least}, and the model knows 0 to {vocab - 1}"
+    return f"{what}. Tokenize with the model's own tokenizer{larger}"
 
 
 class IndexedWriter:

@@ -14,6 +14,7 @@ from autoshard.runtime.data.indexed import (
     OpenFiles,
     document_lengths,
     faults_inside,
+    foreign_token,
     read_index,
     starts_within,
 )
@@ -160,3 +161,12 @@ def test_few_descriptors_serve_many_files(tmp_path: Path) -> None:
     assert num_open() == before
     assert np.array_equal(files.read(indices[0].bin, indices[0].dtype, 0, 1), [0]), "reading opens again"
     files.close()
+
+
+def test_a_foreign_token_is_named_whatever_its_format_holds() -> None:
+    most = foreign_token(np.array([3, 65535], np.uint16), 512)
+    assert most.startswith("holds the token 65535, and the model knows 0 to 511.")
+    assert most.endswith("or train a model with at least 65536 tokens")
+    least = foreign_token(np.array([-128, 5], np.int8), 512)
+    assert least == "holds the token -128, and the model knows 0 to 511. Tokenize with the model's own tokenizer"
+    assert foreign_token(np.array([0, 511]), 512) == ""
