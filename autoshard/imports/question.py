@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from autoshard.errors import InputError, require
+from autoshard.imports.batches import with_batches
 from autoshard.imports.imported import ImportedRun
 from autoshard.imports.model import DROPOUTS, model_of
 from autoshard.imports.stages import chunks_of, recompute_of_stages, with_ends
@@ -154,7 +155,8 @@ class _QuestionBuilder:
     def facts(self) -> Facts:
         """The facts of the file, with what was typed about the layout over them."""
         pins = parse_pins(self.options.fix or "")
-        return {**self.run.facts, **{f"layout.{key}": value for key, value in pins.items()}}
+        batch = {"work.global_batch": self.options.global_batch} if self.options.global_batch else {}
+        return {**self.run.facts, **batch, **{f"layout.{key}": value for key, value in pins.items()}}
 
     def question(self, model_from: str) -> ImportedQuestion:
         """Return the question and the candidate."""
@@ -165,7 +167,11 @@ class _QuestionBuilder:
         cluster = self._cluster(name, lnc, sizes, facts)
         self._assume_dropouts(cluster)
         dp = cluster.num_ranks // math.prod(sizes.values()) or 1
-        work = self._work(facts, dp)
+        by_file = "work.global_batch" in self.run.facts
+        facts, (what, *why) = with_batches(facts, self.run.program, dp, by_file=by_file)
+        if what:
+            self.assume(what, *why)
+        work = self._work(facts)
         stated = QuestionOptions(
             model=self.model.name, cluster=name, lnc=lnc, seq_len=work["seq_len"], global_batch=work["global_batch"],
             precision=work["precision"], headroom=self.options.headroom, calibration=self.options.calibration,
@@ -283,19 +289,11 @@ class _QuestionBuilder:
         match = _GPUS.search(self.run.hints)
         return (int(match[1]), f"the file's name or first comment says {match[0]}") if match else (None, "")
 
-    def _work(self, facts: Facts, dp: int) -> dict[str, Any]:
+    def _work(self, facts: Facts) -> dict[str, Any]:
         """Return length, batch and number formats; None where they are left open."""
-        batch = facts.get("work.global_batch")
-        if batch is None and "work.accumulation" in facts:
-            mbs = int(facts.get("layout.mbs", 1))
-            batch = dp * mbs * int(facts["work.accumulation"])
-            if self.options.global_batch is None:
-                count = facts["work.accumulation"]
-                self.assume(f"batch {batch}", f"dp {dp} x mbs {mbs} x accumulation {count}",
-                            "--global-batch")  # fmt: skip
         return {
             "seq_len": self.options.seq_len or facts.get("work.seq_len"),
-            "global_batch": self.options.global_batch or batch,
+            "global_batch": facts.get("work.global_batch"),
             "precision": self.options.precision or facts.get("work.precision") or "bf16",
         }
 

@@ -81,6 +81,8 @@ class OtherProgram:
     sections: Mapping[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])  # of written keys
     files: Mapping[str, "OtherProgram"] = field(default_factory=dict[str, "OtherProgram"])  # keys that name a file
     stages: Callable[[int, int, Facts], tuple[int, ...] | None] = lambda layers, stages, facts: None
+    accumulation: int | None = None  # micro-batches of a rank in a step, where a file says neither them nor the batch
+    splits_batch: bool = False  # whether a micro-batch that a file leaves open is what the batch leaves a rank
     source: str = ""
 
     def place(self, key: str) -> str:

@@ -435,3 +435,24 @@ def test_nodes_are_not_doubled_until_a_batch_cannot_be_shared(tmp_path: Path) ->
     keys = {"train_batch_size": 16, "train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 0}}
     question = fitting_question(run_of(tmp_path, keys), ImportOptions(model="llama3-70b", seq_len=4096))
     assert question.request.cluster.num_nodes == 1
+
+
+@pytest.mark.parametrize(
+    ("keys", "batch", "micro_batch", "why"),
+    [
+        ({**LLAMA, "global_batch_size": None, "micro_batch_size": 4}, 32, 4,
+         "batch 32: dp 8 x mbs 4 x accumulation 1, as Megatron-LM does (--global-batch sets it)"),
+        ({"train_batch_size": 64}, 64, 8, "micro-batch 8: batch 64 / dp 8, as DeepSpeed does (--fix mbs=N sets it)"),
+        ({"train_batch_size": 64, "gradient_accumulation_steps": 4}, 64, 2,
+         "micro-batch 2: batch 64 / dp 8 / accumulation 4 (--fix mbs=N sets it)"),
+        ({"train_micro_batch_size_per_gpu": 2}, 16, 2,
+         "batch 16: dp 8 x mbs 2 x accumulation 1, as DeepSpeed does (--global-batch sets it)"),
+        ({"training": {"seq_len": 2048}}, 64, 8, "batch 64: dp 8 x mbs 8 x accumulation 1 (--global-batch sets it)"),
+    ],
+)  # fmt: skip
+def test_a_batch_that_a_file_leaves_open_is_what_its_program_makes_of_it(
+    tmp_path: Path, keys: dict[str, Any], batch: int, micro_batch: int, why: str
+) -> None:
+    question = imported_question(run_of(tmp_path, keys), ImportOptions(model="llama3-8b", seq_len=2048))
+    assert (question.request.workload.global_batch, question.candidate.mbs) == (batch, micro_batch)
+    assert why in map(str, question.assumed)

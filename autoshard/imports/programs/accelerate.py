@@ -104,6 +104,8 @@ ACCELERATE = OtherProgram(
     files={"deepspeed_config.deepspeed_config_file": DEEPSPEED},
     cluster="h100-80",
     kernels="torch_cuda",
+    accumulation=1,
+    splits_batch=True,
     source="huggingface/accelerate 16cb6eb",
     entries=(
         same("num_machines", "cluster.nodes"),

@@ -89,6 +89,8 @@ DEEPSPEED = OtherProgram(
     marks=(_STAGE, "train_batch_size", "train_micro_batch_size_per_gpu"),
     cluster="h100-80",
     kernels="torch_cuda",
+    accumulation=1,
+    splits_batch=True,
     source="deepspeedai/DeepSpeed docs/_pages/config-json.md",
     entries=(
         _count("train_batch_size", "work.global_batch"),

@@ -299,6 +299,7 @@ MEGATRON = OtherProgram(
     defaults={**_DEFAULTS, "model.hidden_dropout": 0.1, "model.attention_dropout": 0.1},
     implied={"bf16": False},
     stages=_split,
+    accumulation=1,
     limits=Limits(
         axes=("tp", "pp", "cp", "ep", "dp", "vp", "mbs"),
         folds=True,
@@ -326,6 +327,7 @@ BRIDGE = replace(
     marks=("model.tensor_model_parallel_size", "strategy.tensor_model_parallel_size", "train.micro_batch_size",
            "data.micro_batch_size"),
     bases=("_pretrain_common",),
+    accumulation=None,
     defaults=_DEFAULTS,
     implied={
         "mixed_precision": "bf16_mixed", "use_distributed_optimizer": True, "overlap_grad_reduce": True,

@@ -220,7 +220,7 @@ def _written_balancer(facts: Facts) -> Keys:
 
 
 _SIZES = ("local_batch_size", "training.global_batch_size", "pipeline_parallel_microbatch_size",
-          "training.batch_size", "pipeline_parallel_degree")  # fmt: skip
+          "training.batch_size", "training.seq_len", "pipeline_parallel_degree")  # fmt: skip
 TORCHTITAN = OtherProgram(
     name="torchtitan",
     title="torchtitan",
