@@ -51,10 +51,11 @@ def imported_run(typed: str) -> ImportedRun:
         (not is_plan, str(path), f"is a plan. `autoshard export {path} --to PROGRAM` writes it for another program")
     )
     programs = {key: program for key, values in found.items() if (program := other_program(values))}
-    if not programs:
+    if not programs or (name in found and name not in programs):
         titles = ", ".join(program.title for program in PROGRAMS)
         advice = "Known by their keys: " + titles
-        raise InputError.of(str(path), f"is no configuration of a training run that autoshard reads. {advice}")
+        where = typed if programs else str(path)
+        raise InputError.of(where, f"is no configuration of a training run that autoshard reads. {advice}")
     key, values = chosen({key: found[key] for key in programs}, path, name)
     run = replace(run_of_values(programs[key], str(path), key, values), comment=comment_of(path))
     for key, program in run.program.files.items():

@@ -1,10 +1,11 @@
 """Which model a configuration is about: a card by name, a card by shape, or sizes that are written out."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from functools import cache
 from importlib import resources
+from pathlib import Path
 from typing import Any, cast
 
 from autoshard.errors import InputError
@@ -32,6 +33,8 @@ _NOT_SHAPE = ("name", "source", "max_positions", "norm_eps", "rotary_theta", "ro
 _SUFFIX = re.compile(
     r"[-_](hf|instruct|chat|base|v0\.\d+)$"
 )  # v0.1 is a release; V2 and V3 of DeepSeek are other models
+_SIZE = re.compile(r"(?<![a-z0-9.])(\d{1,3}x)?(\d{1,4}(?:\.\d{1,3})?)b(?![a-z0-9])")  # 16b, 8x7b; not a3b
+_SMALL = re.compile(r"(?<![a-z])(debug|tiny|toy|proxy)")  # of a model that is smaller than what it is named after
 _EXPERTS_PER_TOKEN = 2  # megatron/training/arguments.py
 _FFN_STEP = 64  # of gated models: megatron/training/arguments.py rounds 8/3 of the hidden size down to a multiple
 _VOCABULARIES = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000, "Llama3Tokenizer": 128256}
@@ -83,7 +86,7 @@ def _model_of(run: ImportedRun, facts: Mapping[str, Any], typed: str | None) -> 
             against = _contradictions(facts, spec)
             return spec, f"{name} of the file{f', which also says {against}' if against else ''}"
     if not all(key in facts for key in _ENOUGH):
-        if spec := _hinted(run):
+        if spec := _hinted(run, names):
             return spec, f"{spec.name} in the name of the file or the function"
         said = f"{names[0]} has no card" if names else "the file names none"
         raise InputError.of("--model", f"missing: {said}. Type a card (autoshard list models) or a config.json")
@@ -99,11 +102,27 @@ def _model_of(run: ImportedRun, facts: Mapping[str, Any], typed: str | None) -> 
     return _written_out(facts, run)
 
 
-def _hinted(run: ImportedRun) -> ModelSpec | None:
-    """Return the card whose name is part of that of the file or the function, the longest of several."""
+def _hinted(run: ImportedRun, names: Sequence[str]) -> ModelSpec | None:
+    """Return the card whose name is part of that of the file or the function, the longest of several.
+
+    It has to be as large as these names say. If the file itself names a model, that name has to say how large.
+    """
     words = without_separators(run.hints.replace("/", "-"))
     cards = [card for card in (*model_names(), *_shapes()) if without_separators(card) in words]
-    return _named(max(cards, key=len)) if cards else None
+    spec = _named(max(cards, key=len)) if cards else None
+    texts = names or (run.hints,)
+    sizes = [match.groups() for text in texts for match in _SIZE.finditer(text.lower().replace("_", "-"))]
+    stem = Path(run.file).stem
+    small = _SMALL.findall(" ".join((stem, run.name, *names)).lower())
+    if spec is None or any(word not in spec.name for word in small) or (names and not sizes):
+        return None
+    return spec if not sizes or any(_is_as_large(spec, *size) for size in sizes) else None
+
+
+def _is_as_large(spec: ModelSpec, mixture: str | None, billions: str) -> bool:
+    """Say whether a card has so many billions of parameters, by its name or about."""
+    named = f"{mixture or ''}{billions}b".replace(".", "") in without_separators(spec.name)
+    return named or (not mixture and 0.9 < float(billions) * 1e9 / spec.num_parameters < 1.1)
 
 
 def _names(facts: Mapping[str, Any], run: ImportedRun) -> list[str]:

@@ -203,7 +203,9 @@ def _written_precision(facts: Facts) -> Keys:
 def _model(keys: Keys) -> Facts:
     """Read which model: its family and flavor, or the folder of its tokenizer."""
     path = str(keys.get("hf_assets_path") or "")
-    arguments = (*words(keys.get("model_spec.args")), *words(keys.get("model.flavor")))
+    stated = keys.get("model_spec.args")
+    listed = [item for item in cast(list[object], stated) if isinstance(item, str)] if isinstance(stated, list) else ()
+    arguments = (*listed, *words(keys.get("model.flavor")))
     flavor, family = arguments[0] if arguments else "", str(keys.get("model.name") or "")
     facts: dict[str, Any] = {"model.flavor": f"{family}:{flavor}"} if flavor else {}
     return {**facts, "model.name": path.rpartition("/")[2]} if "assets/hf/" in path else facts
@@ -225,7 +227,9 @@ TORCHTITAN = OtherProgram(
     name="torchtitan",
     title="torchtitan",
     form="python",
-    marks=("tensor_parallel_degree", "training.seq_len", "training.max_context_length", "model_spec.call"),
+    marks=("tensor_parallel_degree", "pipeline_parallel_degree", "context_parallel_degree", "expert_parallel_degree",
+           "data_parallel_shard_degree", "data_parallel_replicate_degree", "training.seq_len",
+           "training.max_context_length", "model_spec.call"),
     cluster="h100-80",
     kernels="torch_compiled",
     source="pytorch/torchtitan b5bcd76",
