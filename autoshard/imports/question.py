@@ -12,6 +12,7 @@ from autoshard.errors import InputError, require
 from autoshard.imports.batches import with_batches
 from autoshard.imports.imported import ImportedRun
 from autoshard.imports.model import DROPOUTS, model_of
+from autoshard.imports.ranks import AXES, degrees_of, stated_ranks
 from autoshard.imports.stages import chunks_of, recompute_of_stages, with_ends
 from autoshard.imports.table import Facts
 from autoshard.plan.candidate import Candidate, even_stages, parse_pins
@@ -32,9 +33,7 @@ from autoshard.units import counted
 _CHIPS = re.compile(
     r"(?<![a-z])(gb200|gb300|b300|b200|h100|h200|h800|a100|trn1n?|trn2u?|trn3|vr200|r100)(?![0-9])", re.IGNORECASE
 )
-_GPUS = re.compile(r"(?<![0-9])(\d{1,6})[ _]?(?:[a-z]{1,2}\d{3} )?gpus?(?![a-z])", re.IGNORECASE)
 _NEAREST: Mapping[str, str] = {"vr200": "gb300", "r100": "b300"}  # no cluster file has these
-_AXES = ("tp", "pp", "cp")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,11 +161,16 @@ class _QuestionBuilder:
         """Return the question and the candidate."""
         facts = self.facts
         _refuse_counts(facts, self.run.file)
-        sizes = {axis: int(facts.get(f"layout.{axis}", 1)) for axis in _AXES}
+        sizes = {axis: int(facts.get(f"layout.{axis}", 1)) for axis in AXES}
         name, lnc = self._cluster_name()
         cluster = self._cluster(name, lnc, sizes, facts)
         self._assume_dropouts(cluster)
         dp = cluster.num_ranks // math.prod(sizes.values()) or 1
+        if (degrees := degrees_of(facts)) not in (None, dp):
+            told = (
+                f"the degrees of the file make {degrees}, and {self.run.program.title} refuses other numbers of ranks"
+            )
+            self.assume(f"dp {dp}", f"{told} until they are changed", "--nodes")
         by_file = "work.global_batch" in self.run.facts
         facts, (what, *why) = with_batches(facts, self.run.program, dp, by_file=by_file)
         if what:
@@ -191,7 +195,7 @@ class _QuestionBuilder:
             engine=engine,
             model_from=model_from,
             assumed=tuple(self.assumed),
-            opens_nodes=self.nodes is None and self._stated_ranks(cluster.ranks_per_node)[0] is None,
+            opens_nodes=self.nodes is None and stated_ranks(self.run, facts, cluster.ranks_per_node)[0] is None,
         )
 
     def _assume_dropouts(self, cluster: Cluster) -> None:
@@ -237,7 +241,7 @@ class _QuestionBuilder:
         need = math.prod(sizes.values()) * self._least_dp(facts)
         if self.nodes is not None:
             return load_cluster(name, self.nodes, lnc=lnc)
-        ranks, why = self._stated_ranks(node.ranks_per_node)
+        ranks, why = stated_ranks(self.run, facts, node.ranks_per_node)
         if ranks is None or ranks % need:
             nodes = math.lcm(need, node.ranks_per_node) // node.ranks_per_node
             said = f"the file says {counted(ranks, 'rank')}, but " if ranks else ""
@@ -258,9 +262,7 @@ class _QuestionBuilder:
 
     def _least_dp(self, facts: Facts) -> int:
         """Return how many replicas a layout has at least."""
-        shards = int(facts.get("layout.shards", 1)) * int(facts.get("layout.replicas", 1))
-        dp = int(facts.get("layout.dp", 1))
-        return math.lcm(self._experts(facts)["ep"], shards if "layout.shards" in facts else 1, dp)
+        return math.lcm(self._experts(facts)["ep"], degrees_of(facts) or 1, int(facts.get("layout.dp", 1)))
 
     def _experts(self, facts: Facts) -> Mapping[str, Any]:
         """Return over which ranks experts are shared out."""
@@ -272,22 +274,6 @@ class _QuestionBuilder:
             return {"ep": ep, "fold": "none" if program.engine == "torch" and max(tp, cp) > 1 else None}
         ep, fold = unfolded(ep, facts.get("layout.etp"), tp=tp, cp=cp)
         return {"ep": ep, "fold": fold}
-
-    def _stated_ranks(self, per_node: int) -> tuple[int | None, str]:
-        """Return how many ranks a file states, and where if that is not a key."""
-        facts = self.run.facts
-        if ranks := facts.get("cluster.ranks"):
-            return int(ranks), ""
-        nodes = facts.get("cluster.nodes")
-        if nodes is not None:
-            return int(nodes) * int(facts.get("cluster.per_node", per_node)), ""
-        stated = [int(facts.get(key) or 0) for key in ("work.global_batch", "layout.mbs", "work.accumulation")]
-        if min(stated) > 0 and stated[0] % (stated[1] * stated[2]) == 0:
-            replicas = stated[0] // (stated[1] * stated[2])
-            ranks = replicas * math.prod(int(self.facts.get(f"layout.{axis}", 1)) for axis in _AXES)
-            return ranks, f"the batches of the file make {counted(replicas, 'replica')}"
-        match = _GPUS.search(self.run.hints)
-        return (int(match[1]), f"the file's name or first comment says {match[0]}") if match else (None, "")
 
     def _work(self, facts: Facts) -> dict[str, Any]:
         """Return length, batch and number formats; None where they are left open."""

@@ -456,3 +456,23 @@ def test_a_batch_that_a_file_leaves_open_is_what_its_program_makes_of_it(
     question = imported_question(run_of(tmp_path, keys), ImportOptions(model="llama3-8b", seq_len=2048))
     assert (question.request.workload.global_batch, question.candidate.mbs) == (batch, micro_batch)
     assert why in map(str, question.assumed)
+
+
+@pytest.mark.parametrize(
+    ("degrees", "nodes", "ranks", "says"),
+    [
+        ({"data_parallel_shard_degree": 1}, None, 2, "2 ranks: the degrees of the file make 2 ranks"),
+        ({"data_parallel_shard_degree": 4, "data_parallel_replicate_degree": 2}, None, 16, "16 ranks: the degrees"),
+        ({"data_parallel_shard_degree": 4}, 2, 16, "dp 8: the degrees of the file make 4, and torchtitan refuses"),
+        ({"data_parallel_shard_degree": -1}, 2, 16, ""),
+    ],
+)
+def test_a_mesh_that_is_stated_whole_says_how_many_ranks_there_are(
+    tmp_path: Path, degrees: dict[str, Any], nodes: int | None, ranks: int, says: str
+) -> None:
+    run = run_of(tmp_path, TITAN, {"parallelism": {"tensor_parallel_degree": 2, **degrees}})
+    question = fitting_question(run, ImportOptions(model="llama3.2-1b"), nodes)
+    assert question.request.cluster.num_ranks == ranks
+    assert any(says in str(line) for line in question.assumed) and bool(says) == any(
+        "degrees" in str(line) for line in question.assumed
+    )

@@ -51,7 +51,7 @@ def test_a_flavor_of_the_size_of_a_card_is_that_card(
 def test_a_smaller_model_of_the_family_of_a_card_is_asked_for(
     tmp_path: Path, family: str, function: str, flavor: str, assets: str
 ) -> None:
-    with pytest.raises(InputError, match="has no card. Type a card"):
+    with pytest.raises(InputError, match=r"has no card\. Type a card"):
         model_of(tmp_path, family, function, flavor, assets)
 
 
@@ -64,7 +64,7 @@ def test_the_name_of_a_file_is_no_card_where_it_says_another_size(tmp_path: Path
     path = tmp_path / f"{stem}.yaml"
     path.write_text("tensor_model_parallel_size: 2\n", encoding="utf-8")
     if not card:
-        with pytest.raises(InputError, match="the file names none. Type a card"):
+        with pytest.raises(InputError, match=r"the file names none\. Type a card"):
             imported_question(imported_run(str(path)), ImportOptions())
     else:
         assert imported_question(imported_run(str(path)), ImportOptions()).request.model.name == card
@@ -80,5 +80,5 @@ def test_a_function_that_changes_only_the_mesh_is_a_configuration_and_one_that_c
         encoding="utf-8",
     )
     assert imported_run(f"{path}:pp2").facts["layout.pp"] == 2
-    with pytest.raises(InputError, match="features.py:quiet: is no configuration of a training run"):
+    with pytest.raises(InputError, match=r"features\.py:quiet: is no configuration of a training run"):
         imported_run(f"{path}:quiet")
