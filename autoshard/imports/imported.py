@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -118,10 +117,7 @@ def run_of_values(program: OtherProgram, file: str, name: str, values: Mapping[s
                 said |= meant.keys() if read.keys() & present.keys() else set()
     faults.refuse()
     rest = [path for path in values if path not in {place for place, _ in placed(program, values)}]
-    patterns = program.harmless
-    harmless = [
-        path for path in rest if values[path] in _OFF or any(fnmatchcase(path, pattern) for pattern in patterns)
-    ]
+    harmless = [path for path in rest if values[path] in _OFF or program.is_harmless(path, values[path])]
     unread += [f"{path} = {_short(values[path])}" for path in rest if path not in set(harmless)]
     base = values.get("call")
     if isinstance(base, str) and base.islower() and "." not in base and base not in program.bases:

@@ -4,8 +4,10 @@ A fact is a value under a name of autoshard's: ``layout.tp`` (keys of a Candidat
 ``cluster.nodes``, ``model.hidden_size`` (keys of a Hugging Face config.json).
 """
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import Any, cast
 
 from autoshard.errors import InputError
@@ -70,6 +72,8 @@ class OtherProgram:
     entries: tuple[KeyEntry, ...]
     harmless: tuple[str, ...]
     defaults: Facts  # what the program does where a file says nothing, with the names of facts
+    matters: Mapping[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])  # harmless only with
+    # one of these words as its value
     bases: tuple[str, ...] = ()  # functions of other files whose values are the implied ones
     implied: Keys = field(default_factory=dict[str, Any])  # values of keys that a file does not state
     cluster: str  # where a file names none
@@ -90,6 +94,12 @@ class OtherProgram:
         name = key.removeprefix("/")
         section = next((section for section, keys in self.sections.items() if key in keys), "")
         return f"{section}.{name}" if section else name
+
+    def is_harmless(self, path: str, value: object) -> bool:
+        """Say whether a key that no entry reads changes neither the time nor the memory of a step."""
+        words_of_value = set(re.findall(r"\w+", str(getattr(value, "text", value))))
+        unusual = (words_of_value.isdisjoint(usual) for key, usual in self.matters.items() if fnmatchcase(path, key))
+        return not any(unusual) and any(fnmatchcase(path, pattern) for pattern in self.harmless)
 
     @property
     def keys(self) -> frozenset[str]:

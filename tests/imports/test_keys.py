@@ -20,6 +20,7 @@ from autoshard.spec.recipe import Pins
 
 NXDT = {"zero1": True}
 MEGATRON = {"num_layers": 32, "hidden_size": 4096}
+BRIDGE: dict[str, Any] = {"model.tensor_model_parallel_size": 2}
 TITAN: dict[str, Any] = {"training": {"seq_len": 2048}}
 ACCELERATE = {"distributed_type": "FSDP"}
 DEEPSPEED = {"train_batch_size": 8}
@@ -104,6 +105,10 @@ READ = [
     (DEEPSPEED, {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 8}}, "layout.weight_group", 8),
     (DEEPSPEED, {"fp16": {"enabled": True}}, "work.precision", "fp16,gradients=fp16"),
     (DEEPSPEED, {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}, "work.precision", "bf16"),
+    (DEEPSPEED, {"torch_autocast": {"enabled": True}}, "work.precision", "fp32,products=bf16"),
+    (DEEPSPEED, {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}, "work.precision",
+     "bf16,gradients=bf16,masters=none"),
+    (ACCELERATE, {"dynamo_config": {"dynamo_backend": "INDUCTOR"}}, "layout.kernels", "torch_compiled"),
     (DEEPSPEED, {"tensor_parallel": {"autotp_size": 2}}, "layout.tp", 2),
     (DEEPSPEED, {"pipeline": {"stages": 4}}, "layout.pp", 4),
     (DEEPSPEED, {"bf16": {"enabled": "auto"}}, "work.precision", "fp32"),
@@ -140,6 +145,37 @@ UNREAD += [
     (TITAN, {"parallelism": {"fsdp_reshard_after_forward": "sometimes"}}, "fsdp_reshard_after_forward = sometimes"),
 ]  # fmt: skip
 
+# Keys among many that change nothing, whose values do.
+UNREAD += [
+    (MEGATRON, {"attention_backend": "unfused"}, "attention_backend = unfused"),
+    (MEGATRON, {"transformer_impl": "local"}, "transformer_impl = local"),
+    (MEGATRON, {"fp8_param_gather": True}, "fp8_param_gather = True"),
+    (BRIDGE, {"optimizer": {"optimizer_cpu_offload": True}}, "optimizer.optimizer_cpu_offload = True"),
+    (BRIDGE, {"comm_overlap": {"tp_comm_overlap": True}}, "comm_overlap.tp_comm_overlap = True"),
+    (BRIDGE, {"comm_overlap": {"overlap_moe_expert_parallel_comm": True}},
+     "comm_overlap.overlap_moe_expert_parallel_comm = True"),
+    (BRIDGE, {"train": {"rampup_batch_size": [32, 32, 1000]}}, "train.rampup_batch_size = [32, 32, 1000]"),
+    (BRIDGE, {"ddp": {"outer_dp_sharding_strategy": "optim"}}, "ddp.outer_dp_sharding_strategy = optim"),
+    (TITAN, {"training": {"seq_len": 2048, "mixed_precision_reduce": "bfloat16"}},
+     "training.mixed_precision_reduce = bfloat16"),
+    (TITAN, {"optimizer": {"early_step_in_backward": True}}, "optimizer.early_step_in_backward = True"),
+    (TITAN, {"compile": {"enable": True, "components": ["loss"]}}, "compile.components = ['loss']"),
+    (NXDT, {"model": {"moe": {"frequency": 2}}}, "model.moe.frequency = 2"),
+    (DEEPSPEED, {"communication_data_type": "fp16"}, "communication_data_type = fp16"),
+    (DEEPSPEED, {"torch_autocast": {"enabled": True, "dtype": "float16"}},
+     "torch_autocast.dtype = float16, priced as bfloat16"),
+    (ACCELERATE, {"dynamo_config": {"dynamo_backend": "CUDAGRAPHS"}}, "dynamo_backend = cudagraphs"),
+    (ACCELERATE, {"use_cpu": True}, "use_cpu = True"),
+]  # fmt: skip
+HARMLESS = [
+    (MEGATRON, {"attention_backend": "auto"}, "attention_backend"),
+    (BRIDGE, {"model": {"transformer_impl": "transformer_engine"}}, "model.transformer_impl"),
+    (BRIDGE, {"optimizer": {"optimizer_cpu_offload": False}}, "optimizer.optimizer_cpu_offload"),
+    (TITAN, {"training": {"seq_len": 2048, "mixed_precision_reduce": "float32"}}, "training.mixed_precision_reduce"),
+    (TITAN, {"compile": {"enable": True, "components": ["model", "loss"]}}, "compile.components"),
+    (NXDT, {"model": {"moe": {"frequency": 1}}}, "model.moe.frequency"),
+]
+
 _FURTHER = "m of pipeline_model_parallel_layout is left out, as cards leave out what predicts further tokens"
 _ZERO_2 = "ZeRO-2 is priced as ZeRO-1, which holds whole gradients and sums them once a step"
 SAID = [
@@ -158,6 +194,7 @@ ADAM = [
     (MEGATRON, {"optimizer": "adam"}), (MEGATRON, {"model": {"optim": {"name": "distributed_fused_adam"}}}),
     (TITAN, {"optimizer": {"name": "AdamW"}}), (DEEPSPEED, {"optimizer": {"type": "AdamW"}}),
     (NXDT, {"model": {"optim": {"name": "adamw_fp32OptimParams"}}}),
+    (NXDT, {"model": {"optim": {"name": "adamw_fp32OptState"}}}),
 ]  # fmt: skip
 
 
@@ -180,6 +217,14 @@ def test_values_that_are_not_known_are_named(
     tmp_path: Path, base: dict[str, Any], keys: dict[str, Any], says: str
 ) -> None:
     assert says in run_of(tmp_path, base, keys).unread
+
+
+@pytest.mark.parametrize(("base", "keys", "path"), HARMLESS, ids=lambda item: str(item)[:60])
+def test_values_that_are_priced_have_no_effect(
+    tmp_path: Path, base: dict[str, Any], keys: dict[str, Any], path: str
+) -> None:
+    run = run_of(tmp_path, base, keys)
+    assert path in run.harmless and not run.unread
 
 
 @pytest.mark.parametrize(("base", "keys", "says"), SAID, ids=lambda item: str(item)[:60])

@@ -87,6 +87,14 @@ def _written_recompute(facts: Facts) -> Keys:
     return {"fsdp_config.fsdp_activation_checkpointing": full}
 
 
+def _compiled(keys: Keys) -> Facts:
+    """Read what torch.compile makes of the model, by inductor or by another backend."""
+    backend = str(keys.get("dynamo_config.dynamo_backend") or keys.get("dynamo_backend") or "no").lower()
+    if backend == "inductor":
+        return {"layout.kernels": "torch_compiled"}
+    return {"unread": [] if backend == "no" else [f"dynamo_backend = {backend}"]}
+
+
 def _accumulated(keys: Keys) -> Facts:
     return accumulated({"gradient_accumulation_steps": keys["deepspeed_config.gradient_accumulation_steps"]})
 
@@ -127,6 +135,7 @@ ACCELERATE = OtherProgram(
             writes=_written_precision,
         ),
         read_only("deepspeed_config.gradient_accumulation_steps", reads=_accumulated),
+        read_only("dynamo_config.dynamo_backend", "dynamo_backend", reads=_compiled),
         read_only("megatron_lm_tp_degree", reads=same("megatron_lm_tp_degree", "layout.tp").reads),
         alias("megatron_lm_pp_degree", "layout.pp"),
     ),
@@ -140,6 +149,7 @@ ACCELERATE = OtherProgram(
         "deepspeed_config.deepspeed_multinode_launcher", "use_mps_device", "deepspeed_config.zero3_save_16bit_model",
         "*gradient_clipping", "fp8_config.*", "deepspeed_config.deepspeed_config_file", "fsdp_config.min_num_params",
     ),
+    matters={"use_cpu": (), "*auto_wrap_policy": ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP")},
     defaults={"layout.zero": 0, "layout.kernels": "torch_cuda", "layout.sp": False, "layout.cp_order": "zigzag",
               "layout.cp_kind": "ring", "work.precision": "fp32"},
     limits=Limits(

@@ -51,16 +51,22 @@ def _precision(keys: Keys) -> Facts:
     if _enabled(keys, "bf16"):
         if truth(keys.get("bf16.bf16_optimizer_states")):
             return {"work.precision": "bf16,gradients=bf16,masters=none,moments=bf16"}
+        if truth(keys.get("bf16.bf16_master_weights_and_grads")):
+            return {"work.precision": "bf16,gradients=bf16,masters=none"}
         return {"work.precision": "bf16" if sums == "fp32" else "bf16,gradients=bf16"}
     if _enabled(keys, "fp16"):
         return {"work.precision": "fp16,gradients=fp32" if sums == "fp32" else "fp16,gradients=fp16"}
+    if _enabled(keys, "torch_autocast"):
+        is_bf16 = str(keys.get("torch_autocast.dtype") or "bfloat16").rpartition(".")[2] in ("bfloat16", "bf16")
+        unread = [] if is_bf16 else [f"torch_autocast.dtype = {keys['torch_autocast.dtype']}, priced as bfloat16"]
+        return {"work.precision": "fp32,products=bf16", "unread": unread}
     if {str(keys.get("bf16.enabled")), str(keys.get("fp16.enabled"))} & {_AUTO}:
         return {}
     return {"work.precision": "fp32"}
 
 
 _PRECISION = ("bf16.enabled", "fp16.enabled", "data_types.grad_accum_dtype", "bf16.bf16_optimizer_states",
-              "bf16.bf16_master_weights_and_grads")  # fmt: skip
+              "bf16.bf16_master_weights_and_grads", "torch_autocast.enabled", "torch_autocast.dtype")  # fmt: skip
 
 
 def _written_precision(facts: Facts) -> Keys:
@@ -115,6 +121,7 @@ DEEPSPEED = OtherProgram(
         "zero_optimization.sub_group_size", "zero_optimization.round_robin_gradients", "communication_data_type",
         "autotuning.*", "torch_autocast.*", "checkpoint.*", "disable_allgather", "gradient_predivide_factor",
     ),
+    matters={"fp16.fp16_master_weights_and_grads": (), "communication_data_type": ()},
     defaults={"layout.zero": 0, "layout.kernels": "torch_cuda", "layout.sp": False, "layout.recompute": NONE,
               "work.precision": "fp32", "layout.cp_order": "contiguous"},
     limits=Limits(

@@ -296,6 +296,12 @@ MEGATRON = OtherProgram(
         "deterministic_mode", "empty_unused*", "no_gradient_accumulation_fusion", "attention_softmax_in_fp32",
         "enable_*_timing", "*.fine_grained*", "DDP_impl", "*.offload_modules",
     ),
+    matters={
+        "*attention_backend": ("flash", "fused", "auto"), "*transformer_impl": ("transformer_engine",), "*offload*": (),
+        "*fp8_param*": (), "*tp_comm_overlap": (), "*overlap_moe_expert_parallel_comm": (), "*delay_wgrad_compute": (),
+        "*outer_dp_sharding_strategy": ("no_shard",), "*rampup_batch_size": (), "*in_batch_packing": (),
+        "*keep_fp8_transpose_cache": (),
+    },
     defaults={**_DEFAULTS, "model.hidden_dropout": 0.1, "model.attention_dropout": 0.1},
     implied={"bf16": False},
     stages=_split,

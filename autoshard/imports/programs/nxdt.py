@@ -245,6 +245,7 @@ NXDT = OtherProgram(
         "*.transpose_nki_inputs", "precision.parallel_layers_reduce_dtype", "*.moe.frequency", "*.moe.dropout",
         "*.ffn_dropout", "precision.fp32_grads_cc",
     ),
+    matters={"*.moe.frequency": ("1",)},
     sections={
         "distributed_strategy": (
             "tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size",

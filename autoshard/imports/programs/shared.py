@@ -22,7 +22,9 @@ SIZES = (
 )
 ADAPTERS = "trains adapters; priced as training of all weights, which takes more time and memory"
 # Names of the optimizer that is priced, without what people write differently; others have more or fewer states.
-_ADAM = ("adam", "adamw", "fusedadam", "distributedfusedadam", "adamwfp32optimparams", "torchadam", "cpuadam", "auto")
+# NxD Training registers the same class under two names.
+_ADAM = ("adam", "adamw", "fusedadam", "distributedfusedadam", "adamwfp32optimparams", "adamwfp32optstate", "torchadam",
+         "cpuadam", "auto")  # fmt: skip
 ZERO_2 = "ZeRO-2 is priced as ZeRO-1, which holds whole gradients and sums them once a step"
 FULL, NONE = (Recompute(kind="full"),), (Recompute(),)
 

@@ -276,6 +276,11 @@ TORCHTITAN = OtherProgram(
         "*.per_op_sac*", "activation_checkp*", "experimental.custom_import", "training.seed", "training.deterministic",
         "*.spmd_backend", "compile.backend", "memory_estimation.*", "training.mixed_precision_reduce",
     ),
+    matters={
+        "optimizer.call": ("default_adamw", "OptimizersContainer"), "optimizer.early_step_in_backward": (),
+        "optimizer.optimizer_factory_kwargs*": (), "*mixed_precision_reduce": ("float32",),
+        "compile.components": ("model",), "*float8_all_gather": (),
+    },
     sections={
         "parallelism": (
             "tensor_parallel_degree", "pipeline_parallel_degree", "context_parallel_degree", "expert_parallel_degree",
