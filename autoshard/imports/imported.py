@@ -1,5 +1,6 @@
 """What a configuration of another program states: the value between reading a file and answering it."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from autoshard.imports.table import Facts, OtherProgram, matching, placed
 
 PROGRAMS = (NXDT, ACCELERATE, DEEPSPEED, TORCHTITAN, BRIDGE, MEGATRON)
 _LONGEST = 60
+_FUNCTION = re.compile(r"[a-z_][a-z0-9_]*(\.[a-z_][a-z0-9_]*)*")  # by its name no class
 _OFF: tuple[object, ...] = (None, False, 0, "", "none", [], "no", "false")  # of an option that is not in use
 
 
@@ -119,9 +121,9 @@ def run_of_values(program: OtherProgram, file: str, name: str, values: Mapping[s
     rest = [path for path in values if path not in {place for place, _ in placed(program, values)}]
     harmless = [path for path in rest if values[path] in _OFF or program.is_harmless(path, values[path])]
     unread += [f"{path} = {_short(values[path])}" for path in rest if path not in set(harmless)]
-    base = values.get("call")
-    if isinstance(base, str) and base.islower() and "." not in base and base not in program.bases:
-        unread.append(f"{base}(), of another file, to which this adds")
+    bases = [base for base in (values.get("call"), values.get("trainer.call")) if isinstance(base, str)]
+    foreign = [base for base in bases if _FUNCTION.fullmatch(base) and base not in program.bases]
+    unread += [f"{base}(), of another file, to which this adds" for base in foreign]
     return ImportedRun(
         program=program,
         file=file,

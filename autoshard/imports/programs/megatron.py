@@ -200,6 +200,17 @@ def _written_instances(facts: Facts) -> Keys:
     return {"num_distributed_optimizer_instances": ranks // group} if group else {}
 
 
+# Arguments of NeMo's functions (nemo/collections/llm/recipes): what a recipe assigns to their results goes before.
+_ARGUMENTS = (
+    alias("num_nodes", "cluster.nodes"),
+    alias("num_gpus_per_node", "cluster.per_node"),
+    alias("tensor_parallelism", "layout.tp"),
+    alias("pipeline_parallelism", "layout.pp"),
+    alias("virtual_pipeline_parallelism", "layout.vp"),
+    alias("context_parallelism", "layout.cp"),
+    alias("expert_parallelism", "layout.ep"),
+    alias("sequence_parallelism", "layout.sp", truth),
+)
 _DEFAULTS = {"layout.zero": 0, "layout.sp": False, "layout.cp_order": "zigzag", "layout.kernels": "te"}
 MEGATRON = OtherProgram(
     name="megatron",
@@ -216,6 +227,7 @@ MEGATRON = OtherProgram(
         same("nproc_per_node", "cluster.per_node"),
         alias("trainer.devices", "cluster.per_node"),
         alias("world_size", "cluster.ranks"),
+        *_ARGUMENTS,
         *MESH,
         same("expert_tensor_parallel_size", "layout.etp"),
         *STAGES,
@@ -300,7 +312,7 @@ MEGATRON = OtherProgram(
         "*attention_backend": ("flash", "fused", "auto"), "*transformer_impl": ("transformer_engine",), "*offload*": (),
         "*fp8_param*": (), "*tp_comm_overlap": (), "*overlap_moe_expert_parallel_comm": (), "*delay_wgrad_compute": (),
         "*outer_dp_sharding_strategy": ("no_shard",), "*rampup_batch_size": (), "*in_batch_packing": (),
-        "*keep_fp8_transpose_cache": (),
+        "*keep_fp8_transpose_cache": (), "*_parallelism": (),
     },
     defaults={**_DEFAULTS, "model.hidden_dropout": 0.1, "model.attention_dropout": 0.1},
     implied={"bf16": False},
