@@ -18,6 +18,11 @@ from autoshard.version import __version__
 SUFFIXES: Mapping[str, str] = {"yaml": "yaml", "arguments": "sh", "python": "py", "json": "json"}
 _SIZES = ("tp", "pp", "cp", "ep", "dp", "vp", "mbs")
 _LAUNCHER = ("nnodes", "nproc_per_node")
+# Of several nodes each starts the script, as examples of Megatron-LM do; its validate_args asks for one queue to a GPU
+# before Blackwell beside tensor or context parallelism, and for more beside FSDP.
+_MEETING = (
+    '--node-rank "${NODE_RANK:-0}" --master-addr "${MASTER_ADDR:-localhost}" --master-port "${MASTER_PORT:-6000}"'
+)
 
 
 def facts_of(plan: Plan, expressed: Expressed) -> Facts:
@@ -108,8 +113,11 @@ def _script(keys: Mapping[str, Any]) -> str:
     stated = {key: value for key, value in keys.items() if key not in _LAUNCHER and value is not None}
     lines = [f"    {_argument(key, value)}" for key, value in stated.items()]
     launch = " ".join(_argument(key, keys[key]).replace("_", "-") for key in _LAUNCHER if key in keys)
-    start = f'torchrun {launch} pretrain_gpt.py "${{ARGUMENTS[@]}}" "$@"'
-    return "\n".join(["ARGUMENTS=(", *lines, ")", start, ""])
+    meeting = f" {_MEETING}" if keys.get("nnodes", 1) > 1 else ""
+    start = f'torchrun {launch}{meeting} pretrain_gpt.py "${{ARGUMENTS[@]}}" "$@"'
+    is_split = any(keys.get(f"{axis}_parallel_size", 1) > 1 for axis in ("tensor_model", "context"))
+    queues = ["export CUDA_DEVICE_MAX_CONNECTIONS=1"] if is_split and not keys.get("use_megatron_fsdp") else []
+    return "\n".join([*queues, "ARGUMENTS=(", *lines, ")", start, ""])
 
 
 def _argument(key: str, value: Any) -> str:

@@ -1,6 +1,7 @@
 """What is exported is imported as the same layout, for every layout; and what a program cannot say is said."""
 
 import tempfile
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -278,3 +279,20 @@ def test_the_sets_of_a_program_are_those_of_its_kernels(name: str) -> None:
 def test_stages_survive_the_layout_of_megatron(stages: list[int]) -> None:
     read = stages_of_layout(layout_of_stages(tuple(stages)))
     assert [stage.num_layers for stage in read] == stages and not any(stage.predicts_further for stage in read)
+
+
+@pytest.mark.parametrize(
+    ("layout", "lines"),
+    [
+        ("tp=2,pp=1,dp=4", {"export CUDA_DEVICE_MAX_CONNECTIONS=1": True, "fsdp_dtensor": False, "MASTER_ADDR": False}),
+        ("tp=1,pp=1,cp=2,dp=8", {"export CUDA_DEVICE_MAX_CONNECTIONS=1": True, "MASTER_ADDR": True}),
+        ("tp=1,pp=1,dp=8", {"CUDA_DEVICE_MAX_CONNECTIONS": False}),
+        ("tp=2,pp=1,dp=8,zero=3", {"CUDA_DEVICE_MAX_CONNECTIONS": False, "--ckpt-format fsdp_dtensor": True}),
+    ],
+)
+def test_megatron_takes_the_script_as_it_is(layout: str, lines: Mapping[str, bool]) -> None:
+    """What parse_args and validate_args of NVIDIA/Megatron-LM d98e8a6 refuse: --rotary-base 500000.0."""
+    plan = plan_at("llama3-8b", Candidate.parse(layout))
+    text = text_of(WRITTEN["megatron"], plan, expressed(plan, WRITTEN["megatron"]))
+    assert "--rotary-base 500000\n" in text
+    assert {line: line in text for line in lines} == lines

@@ -110,7 +110,7 @@ _STRATEGIES: Mapping[str, int] = {"optim": 1, "optim_grads": 2, "optim_grads_par
 
 
 def _sharding(keys: Keys) -> Facts:
-    strategy = str(keys.get("data_parallel_sharding_strategy") or "no_shard")
+    strategy = str(keys.get("data_parallel_sharding_strategy") or "no_shard")  # of DistributedDataParallelConfig
     if truth(keys.get("use_torch_fsdp2")):
         return {"layout.zero": 3}
     if truth(keys.get("use_megatron_fsdp")) or truth(keys.get("use_custom_fsdp")):
@@ -124,7 +124,11 @@ def _written_sharding(facts: Facts) -> Keys:
     zero = facts.get("layout.zero", 0)
     if zero == 3:
         fsdp = {"use_megatron_fsdp": True, "data_parallel_sharding_strategy": "optim_grads_params"}
-        return {"use_distributed_optimizer": True, **fsdp}
+        return {
+            "use_distributed_optimizer": True,
+            **fsdp,
+            "ckpt_format": "fsdp_dtensor",
+        }  # no other, says validate_args
     return {"use_distributed_optimizer": True} if zero else {}
 
 
@@ -315,7 +319,7 @@ MEGATRON = OtherProgram(
         "*keep_fp8_transpose_cache": (), "*_parallelism": (),
     },
     defaults={**_DEFAULTS, "model.hidden_dropout": 0.1, "model.attention_dropout": 0.1},
-    implied={"bf16": False},
+    implied={"bf16": False, "data_parallel_sharding_strategy": "optim_grads_params"},  # of the command line
     stages=_split,
     accumulation=1,
     limits=Limits(

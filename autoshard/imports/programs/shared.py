@@ -1,6 +1,7 @@
 """Entries that several programs share: sizes of the mesh and the batch as Megatron-LM names them, recompute, models."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from autoshard.errors import require
@@ -58,8 +59,10 @@ def recompute_of(facts: Facts) -> Recompute:
 
 
 def rope() -> tuple[KeyEntry, ...]:
-    """Return the entries of the base of rotary positions."""
-    return same("rotary_base", "model.rope_theta", number), alias("rope_theta", "model.rope_theta", number)
+    """Return the entries of the base of rotary positions, which Megatron-LM's own parser takes as a whole number."""
+    base = same("rotary_base", "model.rope_theta", number)
+    whole = replace(base, writes=lambda facts: {key: int(value) for key, value in base.writes(facts).items()})
+    return whole, alias("rope_theta", "model.rope_theta", number)
 
 
 def accumulated(keys: Keys) -> Facts:
