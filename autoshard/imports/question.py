@@ -367,6 +367,10 @@ class _QuestionBuilder:
             kernels = program_table(kernels)
             self.assume(f"kernels {kernels}", f"{self.model.name} has no experts that need {' and '.join(libraries)}")
         recompute: tuple[Recompute, ...] = facts.get("layout.recompute", (Recompute(),))
+        is_said = "layout.recompute" in self.run.said or "recompute" in parse_pins(self.options.fix or "")
+        if recompute[0].kind != "none" and not is_said:
+            why = f"the default of {self.run.program.title}"
+            self.assume(f"recompute {recompute[0].kind}", why, "--fix recompute=KIND")
         if (load_kernels(kernels).engine == "nxd") == (cluster.engine == "nxd"):
             return (None if kernels == cluster.kernels else kernels), recompute
         program = load_kernels(cluster.kernels).program

@@ -88,6 +88,8 @@ READ = [
     (MEGATRON, {"add_qkv_bias": True, "swiglu": True}, "model.qkv_bias", True),
     (MEGATRON, {"qk_layernorm": True, "swiglu": True}, "model.qk_norm", True),
     (TITAN, {"activation_checkpoint": {"mode": "selective", "selective_ac_option": "2"}}, "layout.every", 2),
+    (TITAN, {"activation_checkpoint": None}, "layout.recompute", (Recompute(),)),
+    (TITAN, {"activation_checkpoint": {"mode": "none"}}, "layout.recompute", (Recompute(),)),
     (TITAN, {"parallelism": {"pipeline_parallel_schedule": "ZBVZeroBubble"}}, "layout.schedule", "zb_v"),
     (TITAN, {"parallelism": {"context_parallel_load_balancer": None}}, "layout.cp_order", "contiguous"),
     (TITAN, {"training": {"seq_len": 2048, "global_batch_size": 64}}, "work.global_batch", 64),

@@ -6,6 +6,7 @@ import pytest
 
 from autoshard.imports.imported import imported_run
 from autoshard.imports.question import ImportOptions, imported_question
+from autoshard.spec.recipe import Pins
 
 # As nemo/collections/llm/recipes/qwen3_32b.py and llama3_70b_16k.py of NVIDIA/NeMo 8cfedd7 are built.
 _RECIPES = """
@@ -64,3 +65,33 @@ def test_arguments_of_a_function_of_another_file_say_the_layout(
     assert question.request.model.name == "qwen3-32b"
     for name in foreign:
         assert f"{name}, of another file, to which this adds" in run.unread
+
+
+def test_torchtitan_computes_again_what_it_does_where_a_file_says_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "config_registry.py"
+    path.write_text(
+        """
+def unsaid():
+    return Trainer.Config(model_spec=model_registry("8B"), training=TrainingConfig(max_context_length=8192))
+
+def off():
+    config = unsaid()
+    config.activation_checkpoint = None
+    return config
+""",
+        encoding="utf-8",
+    )
+    for function, fix, kind, says in (
+        (
+            "unsaid",
+            None,
+            "selective",
+            ["recompute selective: the default of torchtitan (--fix recompute=KIND sets it)"],
+        ),
+        ("unsaid", Pins("recompute=full"), "full", []),
+        ("off", None, "none", []),
+    ):
+        options = ImportOptions(model="llama3-8b", fix=fix)
+        question = imported_question(imported_run(f"{path}:{function}"), options, 1)
+        assert question.candidate.recompute[0].kind == kind
+        assert [str(line) for line in question.assumed if "recompute" in line.what] == says

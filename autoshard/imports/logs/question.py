@@ -19,6 +19,7 @@ _LAYOUT = (
     "work.seq_len", "work.global_batch", "work.precision", "cluster.ranks",
 )  # fmt: skip
 _OF_DEEPSPEED: Mapping[Any, int] = {0: 0, 1: 1, 2: 1, 3: 3}  # stages as autoshard counts them
+_RECOMPUTE = "layout.recompute"
 _NO_EXPERTS = ("num_experts", [1])  # as Megatron-DeepSpeed counts them
 _LONGEST_HINT = 200
 _NEAR_GIB = 3.0
@@ -53,6 +54,8 @@ def printed_run(log: TrainingLog) -> ImportedRun | None:
         return None
     run = run_of_values(program, log.file, "", values)
     facts, said = dict(run.facts), set(run.said)
+    if _RECOMPUTE not in said:  # a log prints what is applied, and no default
+        facts.pop(_RECOMPUTE, None)
     if is_fork(log):
         facts["layout.zero"] = _OF_DEEPSPEED.get(values.get("zero_stage", 0), 0)
         said.add("layout.zero")

@@ -61,8 +61,11 @@ def recompute_of(facts: Facts) -> Recompute:
 def rope() -> tuple[KeyEntry, ...]:
     """Return the entries of the base of rotary positions, which Megatron-LM's own parser takes as a whole number."""
     base = same("rotary_base", "model.rope_theta", number)
-    whole = replace(base, writes=lambda facts: {key: int(value) for key, value in base.writes(facts).items()})
-    return whole, alias("rope_theta", "model.rope_theta", number)
+
+    def written(facts: Facts) -> Keys:
+        return {key: int(value) for key, value in base.writes(facts).items()}
+
+    return replace(base, writes=written), alias("rope_theta", "model.rope_theta", number)
 
 
 def accumulated(keys: Keys) -> Facts:

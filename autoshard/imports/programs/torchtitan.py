@@ -157,6 +157,7 @@ def _batch(keys: Keys) -> Facts:
 def _recompute(keys: Keys) -> Facts:
     call = str(keys.get("activation_checkpoint.call") or "")
     mode = str(keys.get("activation_checkpoint.mode") or call.partition(".")[0].removesuffix("AC")).lower()
+    mode = mode or ("selective" if "selective_ac_option" in keys else "")
     option = str(keys.get("selective_ac_option") or "op")
     if mode == "selective" and option != "op":
         return {"layout.recompute": FULL, "layout.every": whole_number(option)}
@@ -259,8 +260,8 @@ TORCHTITAN = OtherProgram(
         ),
         alias("training.seq_len", "work.seq_len"),
         read_only(*_SIZES, reads=lambda keys: _batch(keys) if keys.keys() - {"pipeline_parallel_degree"} else {}),
-        KeyEntry(keys=("activation_checkpoint.call", "activation_checkpoint.mode", "selective_ac_option"),
-              reads=_recompute, writes=_written_recompute),
+        KeyEntry(keys=("activation_checkpoint.call", "activation_checkpoint.mode", "selective_ac_option",
+                       "/activation_checkpoint"), reads=_recompute, writes=_written_recompute),
         KeyEntry(keys=("compile.enable", "training.compile", "enable_async_tensor_parallel"), reads=_compiled,
               writes=_written_compiled),
         KeyEntry(keys=("converters", "model_spec.converters", "enable_float8_linear", "training.dtype",
@@ -295,7 +296,7 @@ TORCHTITAN = OtherProgram(
         ),
     },
     defaults={"layout.cp_order": "zigzag", "layout.kernels": "torch_cuda", "layout.etp": 1, "layout.sp": True,
-              "layout.zero": 3, "layout.first_less": 1, "layout.last_less": 1},
+              "layout.zero": 3, "layout.recompute": selective(_AGAIN), "layout.first_less": 1, "layout.last_less": 1},
     stages=layers_by_part,
     limits=Limits(
         axes=("tp", "pp", "cp", "ep", "dp", "vp", "mbs"),
