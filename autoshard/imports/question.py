@@ -293,7 +293,7 @@ class _QuestionBuilder:
         names = {"cp_kind": "ring", "cp_order": "contiguous"}
         ring = {key: facts.get(f"layout.{key}", value) if sizes["cp"] > 1 else value for key, value in names.items()}
         ring["cp_order"] = "contiguous" if cluster.engine == "nxd" else ring["cp_order"]
-        stages = self._stages(facts, sizes["pp"] * vp) if piped else None
+        stages = self._stages(facts, sizes["pp"], vp) if piped else None
         layers = stages or even_stages(self.model.num_layers, sizes["pp"] * vp)
         return Candidate(
             **sizes,
@@ -328,16 +328,16 @@ class _QuestionBuilder:
             vp = int(facts.get("layout.vp_of_schedule", 1))
         return vp, str(facts.get("layout.schedule") or ("interleaved" if vp > 1 else "1f1b"))
 
-    def _stages(self, facts: Facts, num_stages: int) -> tuple[int, ...] | None:
+    def _stages(self, facts: Facts, pp: int, vp: int) -> tuple[int, ...] | None:
         """Return the layers of each stage, None for the even split."""
-        layers = self.model.num_layers
+        layers, num_stages = self.model.num_layers, pp * vp
         stages: tuple[int, ...] | None = facts.get("layout.stages")
         if cuts := facts.get("layout.cuts"):
             ends = [0, *(cut + 1 for cut in cuts), layers]
             stages = tuple(end - start for start, end in pairwise(ends))
         first, last = facts.get("layout.first"), facts.get("layout.last")
         if stages is None and (first or last):
-            stages = with_ends(layers, num_stages, first, last)
+            stages = with_ends(layers, pp, vp, (first, last))
         if stages is None:
             stages = self.run.program.stages(layers, num_stages, facts)
         return None if stages is None or stages == even_stages(layers, num_stages) else stages

@@ -25,13 +25,27 @@ def recompute_of_stages(
     return tuple(full if size <= (kind.num_layers or 0) else kind for size in layers)
 
 
-def with_ends(layers: int, num_stages: int, first: int | None, last: int | None) -> tuple[int, ...]:
-    """Return stages of which the first and the last have so many layers, and the others the same number."""
-    inner = num_stages - (first is not None) - (last is not None)
+def with_ends(layers: int, pp: int, vp: int, ends: tuple[int | None, int | None]) -> tuple[int, ...]:
+    """Return stages where the first and the last rank have so many layers, and the others the same number.
+
+    A rank's chunks share its layers evenly (megatron/core/transformer/transformer_block.py, get_num_layers_to_build).
+
+    >>> with_ends(10, 2, 2, (4, None))
+    (2, 3, 2, 3)
+    """
+    first, last = ends
+    inner = pp - (first is not None) - (last is not None)
     rest = layers - (first or 0) - (last or 0)
     if inner < 0 or rest < 0 or (inner and rest % inner) or (not inner and rest):
         raise InputError.of("stages", f"{rest} layers between first and last stage do not fill {inner} stages evenly")
-    return (*([first] if first is not None else []), *([rest // inner] * inner), *([last] if last is not None else []))
+    of_ranks = (
+        *([first] if first is not None else []),
+        *([rest // inner] * inner),
+        *([last] if last is not None else []),
+    )
+    if any(count % vp for count in of_ranks):
+        raise InputError.of("stages", f"{', '.join(map(str, of_ranks))} layers of ranks do not fill {vp} chunks evenly")
+    return tuple(count // vp for count in of_ranks) * vp
 
 
 def chunks_of(layers: int, pp: int, facts: Facts) -> int:

@@ -85,6 +85,7 @@ READ = [
     (MEGATRON, {"moe_router_score_function": "sqrtsoftplus"}, "model.unmodelled", ["moe_router_score_function"]),
     (MEGATRON, {"moe_shared_expert_intermediate_size": 1408}, "model.shared_ffn", 1408),
     (MEGATRON, {"moe_z_loss_coeff": "1e-3"}, "work.router_z_loss", 0.001),
+    (MEGATRON, {"padded_vocab_size": 201088}, "model.vocab_size", 201088),
     (MEGATRON, {"add_qkv_bias": True, "swiglu": True}, "model.qkv_bias", True),
     (MEGATRON, {"qk_layernorm": True, "swiglu": True}, "model.qk_norm", True),
     (TITAN, {"activation_checkpoint": {"mode": "selective", "selective_ac_option": "2"}}, "layout.every", 2),
@@ -152,6 +153,8 @@ UNREAD += [
 # Keys among many that change nothing, whose values do.
 UNREAD += [
     (MEGATRON, {"attention_backend": "unfused"}, "attention_backend = unfused"),
+    (MEGATRON, {"cp_comm_type": "allgather"}, "cp_comm_type = allgather, priced as p2p"),
+    (MEGATRON, {"cp_comm_type": ["a2a", "p2p"]}, "cp_comm_type = a2a p2p, priced as p2p"),
     (MEGATRON, {"transformer_impl": "local"}, "transformer_impl = local"),
     (MEGATRON, {"fp8_param_gather": True}, "fp8_param_gather = True"),
     (BRIDGE, {"optimizer": {"optimizer_cpu_offload": True}}, "optimizer.optimizer_cpu_offload = True"),
@@ -293,6 +296,9 @@ LLAMA = {
 @pytest.mark.parametrize(
     ("keys", "candidate"),
     [
+        ({"pipeline_model_parallel_size": 2, "decoder_first_pipeline_num_layers": 12,
+          "num_virtual_stages_per_pipeline_rank": 2},
+         "tp=1,pp=2,dp=4,vp=2,zero=0,schedule=interleaved,stages=6/10/6/10,kernels=te"),
         ({"pipeline_model_parallel_size": 4, "decoder_first_pipeline_num_layers": 5,
           "decoder_last_pipeline_num_layers": 7}, "tp=1,pp=4,dp=2,zero=0,stages=5/10*2/7,kernels=te"),
         ({"pipeline_model_parallel_size": 2, "num_layers_per_virtual_pipeline_stage": 4},

@@ -177,7 +177,9 @@ def _split(num_layers: int, num_stages: int, facts: Facts) -> tuple[int, ...] | 
 
 
 def _cp_kind(keys: Keys) -> Facts:
-    return {"layout.cp_kind": "all_to_all" if words(keys["cp_comm_type"])[:1] == ("a2a",) else "ring"}
+    kinds = {*(words(keys["cp_comm_type"]) or ("p2p",))}
+    unread = [] if kinds in ({"p2p"}, {"a2a"}) else [f"cp_comm_type = {' '.join(sorted(kinds))}, priced as p2p"]
+    return {"layout.cp_kind": "all_to_all" if kinds == {"a2a"} else "ring", "unread": unread}
 
 
 _STATES = (
@@ -268,6 +270,7 @@ MEGATRON = OtherProgram(
         KeyEntry(keys=("group_query_attention", "num_query_groups"), reads=head_facts, writes=written_heads),
         same("kv_channels", "model.head_dim"),
         same("vocab_size", "model.vocab_size"),
+        alias("padded_vocab_size", "model.vocab_size"),
         read_only("tokenizer_type", reads=lambda keys: {"model.tokenizer": str(keys["tokenizer_type"])}),
         *rope(),
         same("norm_epsilon", "model.rms_norm_eps", number),
