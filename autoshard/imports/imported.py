@@ -15,6 +15,7 @@ from autoshard.imports.programs.megatron import BRIDGE, MEGATRON
 from autoshard.imports.programs.nxdt import NXDT
 from autoshard.imports.programs.torchtitan import TORCHTITAN
 from autoshard.imports.table import Facts, OtherProgram, matching, placed
+from autoshard.spec.record import show_value
 
 PROGRAMS = (NXDT, ACCELERATE, DEEPSPEED, TORCHTITAN, BRIDGE, MEGATRON)
 _LONGEST = 60
@@ -111,12 +112,16 @@ def run_of_values(program: OtherProgram, file: str, name: str, values: Mapping[s
     for entry in program.entries:
         present = {key: stated[key] for key in entry.keys if key in stated}
         if present:
-            with faults.of(f"{file}: {places.get(next(iter(present)), next(iter(present)))}"):
+            try:
                 meant = dict(entry.reads(present))
-                unread += meant.pop("unread", ())
-                remarks += meant.pop("remarks", ())
-                facts |= meant
-                said |= meant.keys() if read.keys() & present.keys() else set()
+            except InputError as error:
+                key = _at_fault(present, str(error))
+                faults.extend(error.under(f"{file}: {places.get(key, key)}").faults)
+                continue
+            unread += meant.pop("unread", ())
+            remarks += meant.pop("remarks", ())
+            facts |= meant
+            said |= meant.keys() if read.keys() & present.keys() else set()
     faults.refuse()
     rest = [path for path in values if path not in {place for place, _ in placed(program, values)}]
     harmless = [path for path in rest if values[path] in _OFF or program.is_harmless(path, values[path])]
@@ -135,6 +140,16 @@ def run_of_values(program: OtherProgram, file: str, name: str, values: Mapping[s
         remarks=tuple(remarks),
         said=frozenset(said),
     )
+
+
+def _at_fault(present: Mapping[str, Any], message: str) -> str:
+    """Return the key of which a message shows the value; of several, the first."""
+
+    def is_shown(value: object) -> bool:
+        texts = (re.escape(text) for text in (show_value(value), repr(str(value))))
+        return any(re.search(rf"(?<!\S){text}(?![^\s,.;])", message) for text in texts)
+
+    return next((key for key, value in present.items() if is_shown(value)), next(iter(present)))
 
 
 def _short(value: object) -> str:

@@ -48,7 +48,7 @@ def named_file(typed: Path, folder: str) -> Path:
 def read_data(path: Path) -> object:
     """Parse a JSON file, or a YAML file if its suffix says so; every fault is an InputError."""
     try:
-        text = _bytes(path).decode("utf-8")
+        text = _bytes(path).decode("utf-8-sig")  # editors of Windows write a mark first
     except UnicodeDecodeError as error:
         raise InputError.of(str(path), "is not text in UTF-8") from error
     try:
@@ -76,7 +76,7 @@ def json_lines(path: Path) -> Mapping[str, object]:
 def parsed_line(line: bytes, where: str) -> object:
     """Parse a line of JSON; what is wrong with it is an InputError."""
     try:
-        return parsed_json(line.decode("utf-8"), where)
+        return parsed_json(line.decode("utf-8-sig"), where)
     except UnicodeDecodeError:
         raise InputError.of(where, "is not text in UTF-8") from None
 

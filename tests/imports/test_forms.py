@@ -9,6 +9,7 @@ from autoshard.imports.forms.documents import parsed_documents
 from autoshard.imports.forms.flat import resolved_keys
 from autoshard.imports.forms.python import Unread, configurations
 from autoshard.imports.forms.shell import shell_arguments
+from autoshard.imports.imported import imported_run
 
 SCRIPT = """#!/bin/bash
 SIZE=8B   # a comment
@@ -185,3 +186,29 @@ def test_lists_of_arguments_and_files_without_suffix_are_read(tmp_path: Path) ->
     for name, says in (("bytes.toml", "is not text in UTF-8"), ("large.yaml", "is far too large")):
         with pytest.raises(InputError, match=says):
             parsed_documents(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("run.json", '{"train_batch_size": 8}'),
+        ("run.yaml", "train_batch_size: 8\n"),
+        ("run.toml", "[training]\nseq_len = 8\n"),
+        ("run.py", "def run():\n    return Trainer.Config(parallelism=P(tensor_parallel_degree=8))\n"),
+        ("run.sh", "torchrun pretrain_gpt.py --tensor-model-parallel-size 8\n"),
+    ],
+)
+@pytest.mark.parametrize("ends", ["\n", "\r\n"])
+def test_files_of_editors_of_windows_are_read(tmp_path: Path, name: str, text: str, ends: str) -> None:
+    (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + text.replace("\n", ends).encode())
+    assert 8 in imported_run(str(tmp_path / name)).facts.values()
+
+
+def test_a_fault_names_the_key_whose_value_it_shows(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("distributed_type: FSDP\nfsdp_config: {fsdp_sharding_strategy: FULL_SHRD}\n", encoding="utf-8")
+    with pytest.raises(InputError, match=r"fsdp_config\.fsdp_sharding_strategy: 'FULL_SHRD' is no sharding strategy"):
+        imported_run(str(path))
+    path.write_text("train_batch_size: 8\nzero_optimization: {stage: 3, zero_hpz_partition_size: [2]}\n", "utf-8")
+    with pytest.raises(InputError, match=r"zero_hpz_partition_size: expected a whole number, found \[2\]"):
+        imported_run(str(path))

@@ -78,7 +78,7 @@ def comment_of(path: Path) -> str:
 def _text(path: Path) -> str:
     with file_faults(str(path), "read"):
         try:
-            return path.read_text(encoding="utf-8")
+            return path.read_text(encoding="utf-8-sig")
         except UnicodeDecodeError:
             raise InputError.of(str(path), "is not text in UTF-8") from None
 

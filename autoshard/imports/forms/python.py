@@ -187,7 +187,9 @@ def configurations(text: str, where: str) -> dict[str, dict[str, Any]]:
     """
     try:
         tree = ast.parse(text)
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+    except SyntaxError as error:
+        raise InputError.of(where, f"is not Python that can be read: {error.msg} in line {error.lineno}") from None
+    except (ValueError, RecursionError, MemoryError) as error:
         raise InputError.of(where, f"is not Python that can be read: {error}") from None
     functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
     reader = _RecipeReader(functions)
