@@ -98,6 +98,13 @@ def test_the_nodes_of_a_slurm_script_are_its_directive(directive: str, launched:
     assert shell_arguments(script.replace("#SBATCH", "# SBATCH"), "").get("nnodes") != "16"
 
 
+def test_options_in_a_variable_that_nothing_sets_are_no_value_of_the_flag_before() -> None:
+    line = "torchrun --nnodes 2 pretrain.py --swiglu ${pr_options} ${load_options} --seq-length $6 $EXTRA_ARGS"
+    read = shell_arguments(f'run="{line}"\neval $run', "")
+    assert read["swiglu"] is True and read["seq_length"] == "$6" and read["nnodes"] == "2"
+    assert read["variables"] == ["${pr_options}", "${load_options}", "$EXTRA_ARGS"]
+
+
 @pytest.mark.parametrize("shell", ["sh -c", "bash -c", "srun -l --gpus 8 bash -c", "srun --gpus 8 sh -c"])
 def test_a_line_that_another_shell_runs_is_read(shell: str) -> None:
     script = f'ARGS=\'--num-layers 8 --bf16\'\nRUN="python pretrain_gpt.py ${{ARGS}}"\n{shell} "cd x && ${{RUN}}"\n'

@@ -24,6 +24,7 @@ _READ_IN = re.compile(r"(?:\.|source)\s+\S*?([\w.-]+)\s*$")
 _SLURM_NODES = re.compile(r"^#SBATCH\s+(?:--nodes(?:=|\s+)|-N\s*)(\d{1,6})\s*(?:#.*)?$", re.MULTILINE)
 _NODES_OF_SLURM = ("SLURM_NNODES", "SLURM_JOB_NUM_NODES")  # sbatch(1), output environment variables
 _UNKNOWN = re.compile(r"[$`]")
+_MORE_OPTIONS = re.compile(r"\$\{?\w*(?:options?|args?|arguments|opts|flags|extras?)(?:\[[@*]\])?\}?", re.IGNORECASE)
 _NO_VALUES = ("\\", "&&", "|", "&", ">", "$@", "$*")
 _STARTED = (".py", ".sh", "torchrun", "python", "bash")
 _MOST_LETTERS = 2**20
@@ -143,8 +144,12 @@ def shell_arguments(
     options: dict[str, str | bool | list[str]] = {}
     stated = any(_SIZES.search(script.expanded(command)) for command in script.commands)
     unused = [] if stated else [value for value in script.variables.values() if "--" in value]
+    variables = list[str]()
     for command in (*unused, *script.commands):
-        options |= _options(_split(script.expanded(_QUOTED_LIST.sub(r"\1", command)), where))
+        words = _split(script.expanded(_QUOTED_LIST.sub(r"\1", command)), where)
+        options |= _options(words)
+        variables += [word for word in words if _MORE_OPTIONS.fullmatch(word) and any("--" in item for item in words)]
+    options |= {"variables": [*dict.fromkeys(variables)]} if variables else {}
     if nodes and options and not {"nnodes", "num_nodes"} & options.keys():
         options["nnodes"] = nodes[1]
     return options | ({"conditions": script.undecided} if script.undecided else {})
@@ -288,7 +293,9 @@ def _options(items: Sequence[str]) -> Mapping[str, str | bool | list[str]]:
     options: dict[str, str | bool | list[str]] = {}
     name = ""
     for part in parts:
-        if part.startswith("--") and _OPTION.match(part):
+        if _MORE_OPTIONS.fullmatch(part):  # no value of the option before
+            name = ""
+        elif part.startswith("--") and _OPTION.match(part):
             name, equals, value = part.lstrip("-").partition("=")
             name = name.replace("-", "_")
             options[name] = value if equals else True
