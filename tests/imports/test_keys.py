@@ -122,6 +122,7 @@ READ = [
 ]  # fmt: skip
 
 UNREAD = [
+    (MEGATRON, {"nnodes": "1:4"}, "nnodes = 1:4"),
     (NXDT, {"precision": {"type": "fp4"}}, "precision.type: fp4"),
     (MEGATRON, {"recompute_granularity": "selective", "recompute_modules": "mhc"}, "recompute_modules: mhc"),
     (
@@ -194,6 +195,8 @@ SAID = [
     (ACCELERATE, {"fsdp_config": {"fsdp_sharding_strategy": "HYBRID_SHARD_ZERO2"}}, _ZERO_2),
     (ACCELERATE, {"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": 2}}, _ZERO_2),
     (DEEPSPEED, {"zero_optimization": {"stage": 2}}, _ZERO_2),
+    ({"distributed_type": "MULTI_GPU"}, {"mixed_precision": "bf16"},
+     "mixed_precision without FSDP keeps weights in FP32 and casts in each product; priced as weights of its format"),
     (MEGATRON, {"use_megatron_fsdp": True, "data_parallel_sharding_strategy": "optim_grads"}, _ZERO_2),
 ]  # fmt: skip
 
@@ -531,3 +534,14 @@ def test_a_mesh_that_is_stated_whole_says_how_many_ranks_there_are(
     assert any(says in str(line) for line in question.assumed) and bool(says) == any(
         "degrees" in str(line) for line in question.assumed
     )
+
+
+@pytest.mark.parametrize(
+    ("base", "keys"),
+    [(MEGATRON, {"nproc_per_node": "gpu"}), (MEGATRON, {"trainer": {"devices": "auto"}}),
+     (BRIDGE, {"trainer": {"devices": -1}}), (NXDT, {"trainer": {"devices": "auto"}})],
+)  # fmt: skip
+def test_all_devices_of_a_node_are_those_of_its_cluster(
+    tmp_path: Path, base: dict[str, Any], keys: dict[str, Any]
+) -> None:
+    assert "cluster.per_node" not in run_of(tmp_path, base, keys).facts

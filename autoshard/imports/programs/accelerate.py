@@ -30,6 +30,9 @@ _DISTRIBUTED = (
     "fsdp_config.sharding_strategy",
     "deepspeed_config.zero_stage",
 )
+_AUTOCAST = (
+    "mixed_precision without FSDP keeps weights in FP32 and casts in each product; priced as weights of its format"
+)
 _PRECISIONS = {"no": "fp32", "fp16": "fp16", "bf16": "bf16", "fp8": "bf16,products=fp8"}
 
 
@@ -87,6 +90,13 @@ def _written_recompute(facts: Facts) -> Keys:
     return {"fsdp_config.fsdp_activation_checkpointing": full}
 
 
+def _autocast(keys: Keys) -> Facts:
+    """Say of what has neither FSDP nor DeepSpeed that its weights stay FP32 (Accelerator.prepare_model)."""
+    mixed = str(keys.get("mixed_precision", "no")).lower()
+    is_plain = str(keys.get("distributed_type", "MULTI_GPU")).upper() not in ("FSDP", "DEEPSPEED", "MEGATRON_LM")
+    return {"remarks": [_AUTOCAST]} if is_plain and mixed in ("bf16", "fp16") else {}
+
+
 def _compiled(keys: Keys) -> Facts:
     """Read what torch.compile makes of the model, by inductor or by another backend."""
     backend = str(keys.get("dynamo_config.dynamo_backend") or keys.get("dynamo_backend") or "no").lower()
@@ -134,6 +144,7 @@ ACCELERATE = OtherProgram(
             else {"unread": [f"mixed_precision: {keys['mixed_precision']}"]},
             writes=_written_precision,
         ),
+        read_only("distributed_type", "mixed_precision", reads=_autocast),
         read_only("deepspeed_config.gradient_accumulation_steps", reads=_accumulated),
         read_only("dynamo_config.dynamo_backend", "dynamo_backend", reads=_compiled),
         read_only("megatron_lm_tp_degree", reads=same("megatron_lm_tp_degree", "layout.tp").reads),

@@ -123,7 +123,7 @@ def _written_attention(facts: Facts) -> Keys:
 
 def _devices(keys: Keys) -> Facts:
     lnc = keys.get("trainer.lnc")
-    if keys.get("trainer.devices") is None:
+    if keys.get("trainer.devices") in (None, "auto", -1):  # all of a node
         return {} if lnc is None else {"cluster.lnc": whole_number(lnc)}
     devices = whole_number(keys["trainer.devices"])
     facts: dict[str, Any] = {"cluster.per_node": devices}

@@ -27,6 +27,7 @@ ADAPTERS = "trains adapters; priced as training of all weights, which takes more
 _ADAM = ("adam", "adamw", "fusedadam", "distributedfusedadam", "adamwfp32optimparams", "adamwfp32optstate", "torchadam",
          "cpuadam", "auto")  # fmt: skip
 ZERO_2 = "ZeRO-2 is priced as ZeRO-1, which holds whole gradients and sums them once a step"
+_ALL_OF_THEM = ("none", "auto", "gpu", "-1")  # of torchrun and of the Trainer of Lightning
 FULL, NONE = (Recompute(kind="full"),), (Recompute(),)
 
 
@@ -56,6 +57,22 @@ def recompute_of(facts: Facts) -> Recompute:
     """Return the only recompute of facts."""
     stages: tuple[Recompute, ...] = facts.get("layout.recompute", NONE)
     return stages[0]
+
+
+def launched(key: str, fact: str) -> KeyEntry:
+    """Return the entry of a number of nodes, or of devices of a node: launchers also take "all of them", or a range.
+
+    >>> [launched("nnodes", "n").reads({"nnodes": value}) for value in ("4", "auto", "1:4")]
+    [{'n': 4}, {}, {'unread': ['nnodes = 1:4']}]
+    """
+
+    def read(keys: Keys) -> Facts:
+        text = str(keys[key])
+        if ":" in text:
+            return {"unread": [f"{key} = {text}"]}
+        return {} if text.lower() in _ALL_OF_THEM else {fact: whole_number(keys[key])}
+
+    return replace(same(key, fact), reads=read)
 
 
 def rope() -> tuple[KeyEntry, ...]:
