@@ -66,7 +66,9 @@ def _model_facts(plan: Plan) -> dict[str, Any]:
         "qk_norm": model.qk_norm, "hidden_dropout": model.hidden_dropout, "attention_dropout": model.attention_dropout,
         "name": model.name,
     }  # fmt: skip
-    facts |= {"rope_theta": model.rotary_theta} if model.positions == "rotary" else {}
+    rotary = {"rope_theta": model.rotary_theta, "rotary_fraction": model.rotary_fraction}
+    facts |= {**rotary, "rope_scaling": model.rotary_scaling} if model.positions == "rotary" else {}
+    facts |= {"sliding_window": model.window} if model.window else {}
     experts = {"num_local_experts": model.num_experts, "num_experts_per_tok": model.experts_per_token}
     stated: dict[str, Any] = {**facts, **(experts if model.num_experts else {}), **options_on(model)}
     return {f"model.{key}": value for key, value in stated.items()}

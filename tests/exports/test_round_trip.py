@@ -296,3 +296,29 @@ def test_megatron_takes_the_script_as_it_is(layout: str, lines: Mapping[str, boo
     text = text_of(WRITTEN["megatron"], plan, expressed(plan, WRITTEN["megatron"]))
     assert "--rotary-base 500000\n" in text
     assert {line: line in text for line in lines} == lines
+
+
+@pytest.mark.parametrize(
+    ("name", "lines"),
+    [
+        ("llama3.1-8b", ("--use-rope-scaling\n", "--rope-scaling-factor 8.0\n")),
+        ("llama3.2-1b", ("--rope-scaling-factor 32.0\n",)),
+        ("glm4.5-air", ("--rotary-percent 0.5\n",)),
+    ],
+)
+def test_megatron_trains_the_model_of_the_plan(name: str, lines: tuple[str, ...]) -> None:
+    plan = plan_at(name, Candidate.parse("tp=2,pp=1,dp=4"))
+    text = text_of(WRITTEN["megatron"], plan, expressed(plan, WRITTEN["megatron"]))
+    assert [line for line in lines if line not in text] == []
+
+
+def test_megatron_has_no_parallel_residual_and_windows_of_all_layers_are_written_as_they_are_read() -> None:
+    assert WRITTEN["megatron"].limits.unsayable(load_model("gpt-neox-20b")) == ("parallel_residual",)
+    plan = plan_at("llama3-8b", Candidate.parse("tp=2,pp=1,dp=4"))
+    plan = replace(plan, model=replace(plan.model, window=1024))
+    text = text_of(WRITTEN["megatron"], plan, expressed(plan, WRITTEN["megatron"]))
+    assert "--window-size 1024,0\n" in text
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "run.sh"
+        path.write_text(text, encoding="utf-8")
+        assert imported_question(imported_run(str(path)), ImportOptions()).request.model.window == 1024

@@ -129,6 +129,8 @@ def _windows(keys: Keys) -> Facts:
 
 def _written_windows(facts: Facts) -> Keys:
     kind = _only_kind(facts, "local")
+    if not kind and facts.get("model.sliding_window"):
+        return {"window_size": f"{facts['model.sliding_window']},0"}
     if not kind or kind.rotary_theta:
         return {}
     is_local = [name == "local" for name in expand_counts(facts["model.order"])]

@@ -70,6 +70,23 @@ MODEL = (
 )  # fmt: skip
 
 
+_LLAMA3 = (1.0, 4.0, 8192)  # of megatron/core/models/common/embeddings/rotary_pos_embedding.py _apply_scaling
+
+
+def _written_rotation(facts: Facts) -> Keys:
+    """Write which part of a head rotates, and the scaling of Llama 3.1; that of YaRN has no flag for every model."""
+    fraction, scaling = facts.get("model.rotary_fraction", 1.0), facts.get("model.rope_scaling")
+    keys: dict[str, Any] = {"rotary_percent": fraction} if fraction != 1 and not facts.get("model.latent") else {}
+    if scaling is None or scaling.kind != "llama3":
+        return keys
+    shape = (scaling.low_frequency_factor, scaling.high_frequency_factor, scaling.original_positions)
+    return {**keys, "use_rope_scaling": True, "rope_scaling_factor": scaling.factor} if shape == _LLAMA3 else keys
+
+
+# Neither changes the time or the memory of a step, so that nothing is read.
+ROTATED = KeyEntry(keys=(), reads=lambda keys: {}, writes=_written_rotation)
+
+
 # What makes of a decoder another one than autoshard models: a gate of shared experts, layers of another family.
 _OTHER_MODELS = ("moe_shared_expert_gate", "hybrid_layer_pattern", "hybrid_override_pattern", "spec")
 
