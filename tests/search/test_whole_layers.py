@@ -1,10 +1,11 @@
-"""What so many layers of a rank take at least, against all ways in which they may compute again."""
+"""What so many layers take at least, against all ways in which they may compute again."""
 
 import numpy as np
 from hypothesis import given, strategies as st
 
 from autoshard.plan.recompute import Recompute
 from autoshard.schedule.waves import Floats
+from autoshard.search.bound.bounds import mixed_layers_s
 from autoshard.search.bound.held_layers import HeldLayers
 from autoshard.search.bound.whole_layers import layers_of_rank_s
 
@@ -40,3 +41,20 @@ def test_layers_of_a_rank_take_no_less_than_is_said(
         assert least <= exact * (1 + 1e-9)
         if len(set(beside.tolist())) == 1:
             assert least == exact
+
+
+@given(columns, st.lists(columns, min_size=1, max_size=3), st.lists(columns, min_size=3, max_size=3))
+def test_no_mixture_of_layers_takes_less_than_is_said(
+    seconds: list[int], rooms: list[list[int]], shares: list[list[int]]
+):
+    """Any shares of a rank's memory may be filled by layers of each kind; the best price gives the best bound."""
+    room, pass_s = np.array(rooms) / 4, np.array(seconds, dtype=np.float64)
+    layers = room * (np.array(shares) / np.sum(shares, axis=1, keepdims=True))[: len(room)]
+    bound_s = mixed_layers_s(room[:, :, None], pass_s[:, None], layers.sum())[0]
+    assert bound_s <= (layers @ pass_s).sum() * (1 + 1e-9)
+    differences = room[:, :, None] - room[:, None] + 1e-30  # ranks change kind at a price where both gain alike
+    prices = ((room * pass_s)[:, :, None] - (room * pass_s)[:, None]) / differences
+    gains = room * np.maximum(0.0, prices.reshape(-1, 1, 1) - pass_s)
+    best_s = (prices.reshape(-1) * layers.sum() - gains.max(axis=2).sum(axis=1)).max()
+    fits = room[:, pass_s.argmin()].sum() >= layers.sum()
+    assert fits or 0.9 * best_s <= bound_s <= best_s * (1 + 1e-9)

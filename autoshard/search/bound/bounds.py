@@ -1,7 +1,7 @@
 """Lower bounds of the time and memory of a step, for many points at once, before their stages are filled.
 
-The layers of a pipeline are given to its ranks as memory allows: layers with the least recompute first, each rank as
-many as would fit if it held no others. The resulting work is then spread in perfect balance, over a pipeline that
+The layers of a pipeline lie on its ranks as memory allows: each rank mixes kinds of recompute, and parts of layers. The
+resulting work is then spread in perfect balance, over a pipeline that
 waits no longer than its schedule must. As layers are whole, some rank has most work, which is another bound. Each of
 these assumptions can only make a step faster.
 """
@@ -28,6 +28,7 @@ from autoshard.search.fill.stage_options import ALL_RANGES, SURE
 from autoshard.spec.kernels import load_kernels
 
 _FOREVER = 1e30  # seconds of passes behind which as much as possible hides
+_PRICES, _LEAST = 4, 1e-9  # of a layer that are tried, and layers by which two mixtures differ at least
 _HALVINGS = 12  # of the memory of a rank, until a bound of it is near enough
 _ALONE = Schedule(builder="1f1b", num_ranks=1, num_micro_batches=1)
 
@@ -148,15 +149,44 @@ def _pass_s(blocks: PipelineBlocks, ranks: PipelineRanks, capacity: float) -> Fl
 
 def _layers_s(blocks: PipelineBlocks, layers: tuple[BlockTotals, int], ranks: PipelineRanks, capacity: float) -> Floats:
     """Return the least time of so many layers, in a memory in which there are no others but embedding and head."""
-    layer, num_layers = layers
-    fits = HeldLayers.of(blocks, layer, ranks).most(capacity)
-    order = layer.pass_s.argsort(axis=0)
-    most = np.maximum.accumulate(np.take_along_axis(fits, order[None], axis=1), axis=1)
-    times = ranks.times[:, None]
-    fits = (np.where(times > 0, most, 0.0) * times).sum(axis=0)  # without a limit of memory they are infinitely many
-    by_kind = np.diff(np.minimum(fits, num_layers), axis=0, prepend=0.0)
-    pass_s = (by_kind * np.take_along_axis(layer.pass_s, order, axis=0)).sum(axis=0)
-    return np.where(fits[-1] >= num_layers, pass_s, np.inf)
+    (layer, num_layers), held = layers, HeldLayers.of(blocks, layers[0], ranks)
+    shape = (len(ranks.first), *layer.pass_s.shape)
+    times = np.broadcast_to(ranks.times[:, None], (shape[0], 1, shape[2]))
+    whole = np.where(times > 0, held.most(capacity), 0.0) * times  # without a limit of memory infinitely many fit
+    fastest = np.take_along_axis(whole.sum(axis=0), layer.pass_s.argmin(axis=0)[None], axis=0)[0]
+    fits = whole.max(axis=1).sum(axis=0) >= num_layers
+    pass_s = num_layers * layer.pass_s.min(axis=0)
+    short = np.flatnonzero(fits & (fastest < num_layers))
+    if len(short):
+        room = np.broadcast_to(held.room(capacity), shape)[..., short] * times[..., short]
+        pass_s[short] = np.maximum(pass_s[short], mixed_layers_s(room, layer.pass_s[:, short], num_layers))
+    return np.where(fits, pass_s, np.inf)
+
+
+def mixed_layers_s(room: Floats, pass_s: Floats, num_layers: float) -> Floats:
+    """Return a lower bound of the time of layers that ranks compute again in any mixture: [candidate].
+
+    ``room`` is how many layers of each kind of recompute fill ranks: [rank, kind, candidate]. Every price of a layer
+    gives a bound: that of all layers, less what each rank gains by the kind with which it gains most (Lagrange). Prices
+    are tried at which too few and too many layers would lie on the ranks.
+    """
+
+    def lying(kind: Ints) -> tuple[Floats, Floats]:  # [rank, candidate]
+        number = np.take_along_axis(room, kind[:, None], axis=1)[:, 0]
+        return number.sum(axis=0), (number * np.take_along_axis(pass_s, kind, axis=0)).sum(axis=0)
+
+    fastest, largest = pass_s.argmin(axis=0), room.argmax(axis=1)
+    few, many = lying(np.broadcast_to(fastest, largest.shape)), lying(largest)
+    bound_s = np.zeros(pass_s.shape[1])
+    for _ in range(_PRICES):
+        price = (many[1] - few[1]) / np.maximum(many[0] - few[0], _LEAST)
+        gains = room * np.maximum(0.0, price - pass_s)
+        bound_s = np.maximum(bound_s, price * num_layers - gains.max(axis=1).sum(axis=0))
+        number, seconds = lying(gains.argmax(axis=1))
+        too_few = number < num_layers
+        few = np.where(too_few, (number, seconds), few)
+        many = np.where(too_few, many, (number, seconds))
+    return bound_s
 
 
 def _kinds_of_layers(blocks: PipelineBlocks) -> list[tuple[BlockTotals, int]]:

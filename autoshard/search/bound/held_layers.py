@@ -82,7 +82,11 @@ class HeldLayers:
 
     def most(self, capacity: Floats | float) -> Floats:
         """Return how many layers fit on each rank: [rank, kind of recompute, candidate]."""
-        return np.maximum(0.0, np.floor((self.free_bytes(capacity) - self.besides_bytes) / self.layer_bytes))
+        return np.floor(self.room(capacity))
+
+    def room(self, capacity: Floats | float) -> Floats:
+        """Return how many layers, and parts of a layer, fill each rank: [rank, kind of recompute, candidate]."""
+        return np.maximum(0.0, (self.free_bytes(capacity) - self.besides_bytes) / self.layer_bytes)
 
     def free_bytes(self, capacity: Floats | float) -> Floats:
         """Return the memory that tensors may fill."""
