@@ -38,6 +38,7 @@ from autoshard.search.fill.stage_options import (
 
 SHARPEST = 2
 AT_ONCE = 8  # points of a group that are solved together
+_BEYOND = 1.05  # times a limit up to which bounds are raised, for those who ask for more than the best later
 _SPLIT = 0.3  # of the bubble of 1F1B, under schedules that fill it with weight gradients
 _TIE_DIGITS = 9  # times that agree in so many digits count as equal
 
@@ -170,7 +171,7 @@ class Points:
             if len(blocks.layers) > 1:  # what any layer takes at least may be little of what most take
                 bound = np.maximum(bound, least_in_flight(blocks, self.rest_s, capacity))
             if len(choices.recompute or ()) < 2:
-                slowest_s = slowest_rank_s(blocks, choices.kinds, capacity, below)
+                slowest_s = slowest_rank_s(blocks, choices.kinds, capacity, _BEYOND * below)
                 bound = np.maximum(bound, (slowest_s + self.rest_s + blocks.fixed_s) * (1 - SURE))
             found_by_filling = choices.listed_splits(blocks.schedule) or blocks.schedule.builder in ALL_RANGES
             return replace(self, sharpness=SHARPEST if found_by_filling else 1, bound=np.maximum(self.bound, bound))

@@ -316,7 +316,9 @@ class Pool:
             try:
                 below = float(limits[order[:at_once]].max(initial=-np.inf))
                 if first.sharpness < SHARPEST and len(first.rows):
-                    self.left.open(first.sharpened(self.goal, below, self.splits.known))
+                    sharper = first.sharpened(self.goal, below, self.splits.known)
+                    self._records.bound(sharper)
+                    self.left.open(sharper)
                 elif len(first.rows):
                     self._solve(first, below)
                     most -= 1

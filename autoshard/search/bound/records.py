@@ -27,11 +27,13 @@ class PointRecords:
         for variant in legal.variants:
             self._first[variant] = sum(len(earlier.layouts) for earlier in self._first)
         self._bounded, self._solved, self._fits = np.zeros((3, legal.num_legal), dtype=bool)
-        self._raised = np.zeros(legal.num_legal)  # bounds of points that were solved
+        self._raised = np.zeros(legal.num_legal)  # bounds of points that were made sharper, or solved
 
     def bound(self, points: Points) -> None:
-        """Record that points have a bound: they may fit."""
-        self._bounded[self._numbers(points)] = True
+        """Record that points have a bound, perhaps a sharper one than before: they may fit."""
+        numbers = self._numbers(points)
+        self._bounded[numbers] = True
+        self._raised[numbers] = np.maximum(self._raised[numbers], points.bound)
 
     def bound_layouts(self, variant: RunVariant, layouts: Ints) -> None:
         """Record that all points of a variant with some layouts have a bound: they may fit."""
