@@ -6,7 +6,7 @@ from hypothesis import given, strategies as st
 from autoshard.plan.recompute import Recompute
 from autoshard.schedule.waves import Floats
 from autoshard.search.bound.bounds import mixed_layers_s
-from autoshard.search.bound.held_layers import HeldLayers
+from autoshard.search.bound.held_layers import HeldLayers, mixed_moments
 from autoshard.search.bound.whole_layers import layers_of_rank_s
 
 KINDS = (Recompute(), Recompute(kind="selective", ops=("norms",)), Recompute(kind="full"))
@@ -58,3 +58,17 @@ def test_no_mixture_of_layers_takes_less_than_is_said(
     best_s = (prices.reshape(-1) * layers.sum() - gains.max(axis=2).sum(axis=1)).max()
     fits = room[:, pass_s.argmin()].sum() >= layers.sum()
     assert fits or 0.9 * best_s <= bound_s <= best_s * (1 + 1e-9)
+
+
+@given(columns, columns, st.integers(1, 6), st.integers(1, 6), st.integers(0, 4))
+def test_a_mixture_holds_no_less_than_is_said(
+    moments: list[int], saved: list[int], again: int, plain: int, flight: int
+):
+    """Layers that keep all lie behind, and have freed what they kept when the others are at work."""
+    saved_bytes = np.array(sorted(saved, reverse=True), dtype=np.float64)[:, None]
+    moment_bytes = np.array(moments, dtype=np.float64)[:, None]
+    least = mixed_moments(moment_bytes, saved_bytes, np.array([[flight]]))[0]
+    for kind in (1, 2):
+        kept = flight * (plain * saved_bytes[0] + again * saved_bytes[kind])
+        at_work = max(moment_bytes[0], moment_bytes[kind] - plain * saved_bytes[0])
+        assert (plain + again) * flight * saved_bytes[kind] + least[kind] <= kept + at_work + 1e-9

@@ -71,7 +71,8 @@ class HeldLayers:
         of_embed, of_layer, of_head = (states_bytes(blocks, block) for block in (blocks.embed, layer, blocks.head))
         head_saved = blocks.head.saved_bytes[0]
         ends_bytes = first * of_embed + last * (of_head + flight * head_saved)
-        moment = np.maximum(0.0, layer.moment_bytes - (last * head_saved)[:, None]) + ON_THEIR_WAY * layer.host_bytes
+        at_work = mixed_moments(layer.moment_bytes, layer.saved_bytes, flight)
+        moment = np.maximum(0.0, at_work - (last * head_saved)[:, None]) + ON_THEIR_WAY * layer.host_bytes
         layer_bytes = of_layer + flight[:, None] * layer.saved_bytes + ranks.waiting[:, None] * layer.waiting_bytes
         return cls(
             besides_bytes=ends_bytes[:, None] + moment + (kernels.workspace_bytes + gathered),
@@ -96,6 +97,17 @@ class HeldLayers:
         """Return the memory in which every rank alone could hold so many layers."""
         held = (self.besides_bytes + count * self.layer_bytes).min(axis=1).max(axis=0)
         return held * (1 + self.share) + self.runtime_bytes
+
+
+def mixed_moments(moment_bytes: Floats, saved_bytes: Floats, flight: Ints) -> Floats:
+    """Return the least that layers of a kind hold at work, though layers behind them keep all: [rank, kind, candidate].
+
+    Those behind, of the first kind, have freed what they kept by then. Each keeps as much more than it would otherwise
+    for every micro-batch in flight, so that only a part of that is won.
+    """
+    more_bytes = np.maximum(0.0, moment_bytes - moment_bytes[0])
+    part = np.minimum(1.0, saved_bytes / np.maximum(saved_bytes[0], 1.0))
+    return moment_bytes - more_bytes * np.where(flight[:, None] > 0, part, 1.0)
 
 
 def states_bytes(blocks: PipelineBlocks, block: BlockTotals) -> Floats:

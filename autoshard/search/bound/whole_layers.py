@@ -22,8 +22,7 @@ _FULL = Recompute(kind="full")
 def slowest_rank_s(blocks: PipelineBlocks, kinds: Sequence[Recompute], capacity: float, below_s: float) -> Floats:
     """Return the least time of all micro-batches on the slowest rank of each candidate, for any split of the layers.
 
-    It is infinite where the layers do not fit. What takes more than ``below_s`` is only said to take that. Layers may
-    use these ``kinds`` of recompute.
+    What takes more than ``below_s`` or does not fit is said to take that. Layers may use these ``kinds`` of recompute.
     """
     schedule, layer = blocks.schedule, blocks.layer
     ranks = PipelineRanks.of(schedule)
