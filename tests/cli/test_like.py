@@ -91,7 +91,7 @@ SMALL = "plan --model tiny-llama --cluster h100 --seq-len 64 --global-batch 64"
             "",
             "--fix tp=2,pp=1 --pin 'up=[batch/dp, seq, ffn/tp]'",
         ),
-        ("--fix tp=2,pp=1 --choose fastest", "", "--fix tp=2,pp=1 --choose fastest"),
+        ("--fix pp=1 --choose fsdp", "", "--fix pp=1 --choose fsdp"),
     ],
 )
 def test_what_the_question_fixed_holds_for_fewer_nodes(fixed: str, more: str, question: str, typed: Typed):

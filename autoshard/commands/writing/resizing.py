@@ -111,7 +111,7 @@ def _fixed_in(plan: Plan) -> tuple[Pins, Mapping[str, str]]:
 
 
 def same_answer(old: Plan, result: PlanResult) -> PlanResult:
-    """Return answers of which that one is preferred whose name the old plan had, where they have it."""
+    """Return the answers, of which the one with the name of the old plan is preferred, where there is one."""
     record = search_record(old)
     names = record.names_of(old) if record else ()
     name = next((answer.name for answer in result.answers if answer.name in names and not answer.against), result.name)

@@ -30,7 +30,7 @@ def gradient_scale(precision: Precision, micro_batches: Sequence[Batch]) -> floa
 
 
 def unscale(flats: Iterable[Flat], gradients: Iterable[torch.Tensor], scale: float) -> None:
-    """Divide sums of gradients by their factor, in place; what no loss has made was not scaled."""
+    """Divide sums of gradients by their factor, in place. Corrections of routers come from counts, which have none."""
     for flat, piece in zip(flats, gradients, strict=True):
         if scale != 1.0 and flat.weights[0].optimizer.clipped:
             piece.div_(scale)
