@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 from urllib.request import Request, urlopen
@@ -286,6 +287,28 @@ def test_a_newer_question_of_a_pane_ends_the_search_of_the_older_one_and_of_no_o
         assert group_is_gone(group) and not group_is_gone(other)
         beside.close()  # as a browser does that leaves
         assert group_is_gone(other) and not searches._running
+
+
+def test_a_signal_to_end_that_comes_as_a_search_splits_ends_both_halves():
+    fork = os.fork
+
+    def fork_and_end() -> int:
+        if process := fork():
+            os.kill(os.getpid(), signal.SIGTERM)
+        return process
+
+    def search_and_split() -> None:
+        os.setpgid(0, 0)
+        answering.os.fork = fork_and_end
+        watch = answering._SplittingWatch(read_question(["tiny-llama"]), lambda _: None)
+        with answering._halves_of(watch):
+            watch._split(1.0)
+            time.sleep(60.0)
+
+    searching = get_context("fork").Process(target=search_and_split)
+    searching.start()
+    searching.join(30.0)
+    assert searching.exitcode == answering._TERMINATED and group_is_gone(searching.pid or 0)
 
 
 @pytest.mark.slow

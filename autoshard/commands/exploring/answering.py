@@ -120,19 +120,21 @@ class _SplittingWatch:
 
     def end_halves(self) -> None:
         """End the processes that stopped, whatever they show."""
-        while self._halves:
-            process = self._halves.pop()
-            os.kill(process, signal.SIGKILL)
-            os.waitpid(process, 0)
+        with _no_signal_to_end():
+            while self._halves:
+                process = self._halves.pop()
+                os.kill(process, signal.SIGKILL)
+                os.waitpid(process, 0)
 
     def _split(self, waited_s: float) -> None:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of any fork with threads
-            process = os.fork()
-        if process:
-            self._halves.append(process)
-        else:
-            self.stopped = f"it goes on after {waited_s:.1f} s"
+        with _no_signal_to_end():
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of any fork with threads
+                process = os.fork()
+            if process:
+                self._halves.append(process)
+            else:
+                self.stopped = f"it goes on after {waited_s:.1f} s"
 
 
 def answer_question(send: Send, send_early: Send, controls: Controls) -> None:
@@ -153,6 +155,16 @@ def answer_question(send: Send, send_early: Send, controls: Controls) -> None:
 
 
 @contextmanager
+def _no_signal_to_end() -> Iterator[None]:
+    """Let a signal to end wait while the list of halves is not that of the processes: who ends would leave one."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
 def _halves_of(progress: _SplittingWatch) -> Iterator[None]:
     """End what stopped, when what went on has ended; in a process that stopped, end with the block whatever happens."""
 
@@ -170,8 +182,8 @@ def _halves_of(progress: _SplittingWatch) -> Iterator[None]:
             os._exit(1)
         raise
     finally:
-        signal.signal(signal.SIGTERM, before)
         progress.end_halves()
+        signal.signal(signal.SIGTERM, before)
 
 
 def _show_early(question: PaneQuestion, result: SearchResult, progress: _SplittingWatch, send: Send) -> NoReturn:
