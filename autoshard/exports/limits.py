@@ -75,6 +75,9 @@ def expressed(plan: Plan, program: OtherProgram) -> Expressed:
         change.differences.append(Difference(what=f"precision {precision}", instead=f"{names[0]}"))
         precision = names[0]
     change.differences.extend(_of_routers(change))
+    if (scaling := plan.model.rotary_scaling) and not program.limits.says_rotation(plan.model):
+        what = f"rotary frequencies scaled by {scaling.kind} (factor {scaling.factor:g})"
+        change.differences.append(Difference(what=what, instead="as they are without"))
     return Expressed(
         planned=planned,
         candidate=change.candidate,

@@ -96,9 +96,11 @@ def _model_of(run: ImportedRun, facts: Mapping[str, Any], typed: str | None) -> 
     fits = [card for card in cards if options_on(card) == said and not _contradictions(facts, card)]
     if fits:
         card = _chosen(fits, facts, run.hints)
-        window = facts.get("sliding_window", card.window)
-        differs = f", with a window of {window} tokens" if window != card.window else ""
-        return replace(card, window=window), f"the card with these sizes{differs}"
+        changes = {"window": facts.get("sliding_window", card.window), **_rotation(facts)}
+        differs = f", with a window of {changes['window']} tokens" if changes["window"] != card.window else ""
+        scaling = changes.get("rotary_scaling", card.rotary_scaling)
+        differs += ", with its scaling of rotary frequencies" if scaling != card.rotary_scaling else ""
+        return replace(card, **changes), f"the card with these sizes{differs}"
     return _written_out(facts, run)
 
 
@@ -205,7 +207,8 @@ def _written_out(facts: Mapping[str, Any], run: ImportedRun) -> tuple[ModelSpec,
     mixture = bool(facts.get("num_local_experts"))
     config |= {"model_type": "mixtral", "sliding_window": None} if mixture else {"model_type": "llama"}
     spec = spec_from_config(config, name=run.name or _label(run), source=f"the user's {run.file.rpartition('/')[2]}")
-    spec = replace(spec, **_traits(facts), **{name: facts[name] for name in _OPTIONS if facts.get(name)})
+    options = {name: facts[name] for name in _OPTIONS if facts.get(name)}
+    spec = replace(spec, **_traits(facts), **_rotation(facts), **options)
     return spec, "; ".join(["the sizes in the file, of which no card is", *said])
 
 
@@ -223,6 +226,12 @@ def _traits(facts: Mapping[str, Any]) -> dict[str, Any]:
     biases = {"qkv_bias": bias or bool(facts.get("qkv_bias")), "out_bias": bias, "mlp_bias": bias}
     shape = {"norm": norm, "positions": facts.get("positions", "rotary"), "gated_mlp": gated}
     return {**shape, **biases, "qk_norm": bool(facts.get("qk_norm")), "window": facts.get("sliding_window")}
+
+
+def _rotation(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return which part of a head rotates and how, where a file states it."""
+    names = {"rotary_fraction": "rotary_fraction", "rope_scaling": "rotary_scaling"}
+    return {name: facts[key] for key, name in names.items() if key in facts}
 
 
 def _label(run: ImportedRun) -> str:

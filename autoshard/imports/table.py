@@ -55,6 +55,7 @@ class Limits:
     absent: tuple[str, ...] = ()  # traits of a model that it does not have
     unsaid: Mapping[str, str] = field(default_factory=dict[str, str])  # what the file does not hold -> where it stands
     options: Callable[[ModelSpec], tuple[str, ...]] = lambda model: ()  # those of a model that a file says
+    says_rotation: Callable[[ModelSpec], bool] = lambda model: True  # whether a file says how frequencies are scaled
 
     def unsayable(self, model: ModelSpec) -> tuple[str, ...]:
         """Return the options of a model that files cannot say, if they say at all which model is trained."""

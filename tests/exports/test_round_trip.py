@@ -23,6 +23,7 @@ from autoshard.spec.cluster_catalogue import load_cluster
 from autoshard.spec.kernels import library_names, load_kernels
 from autoshard.spec.model import Router
 from autoshard.spec.model_catalogue import load_model
+from autoshard.spec.model_parts import RotaryScaling
 from autoshard.spec.recipe import Pins
 from autoshard.spec.record import options_on
 from autoshard.spec.workload import BalancedOver, Precision, Workload
@@ -75,6 +76,35 @@ def test_megatron_reads_layers_that_differ_as_it_writes_them(name: str, tmp_path
     read = question.request.model
     assert options_on(read) == options_on(model) and (read.head_dim, read.ffn) == (model.head_dim, model.ffn)
     assert read.num_parameters == model.num_parameters
+
+
+_YARN = RotaryScaling(kind="yarn", factor=16.0, high_frequency_factor=32.0, original_positions=4096)
+SCALINGS = (  # and whether Megatron-LM has flags for it: of llama3-8b, of deepseek-v2-lite
+    (RotaryScaling(kind="linear", factor=4.0), (True, False)),
+    (RotaryScaling(kind="linear", factor=2.5), (False, False)),
+    (RotaryScaling(kind="llama3", factor=32.0, high_frequency_factor=4.0, original_positions=8192), (True, False)),
+    (RotaryScaling(kind="llama3", factor=8.0, high_frequency_factor=3.0, original_positions=8192), (False, False)),
+    (replace(_YARN, mscale=0.5), (True, True)),
+    (replace(_YARN, mscale=1.0, truncate=False), (True, False)),
+    (RotaryScaling(kind="yarn", factor=4.0, high_frequency_factor=9.0, original_positions=512), (True, False)),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("scaling", "said"), SCALINGS)
+@pytest.mark.parametrize("name", ["llama3-8b", "deepseek-v2-lite"])
+def test_megatron_reads_the_scaling_of_frequencies_as_it_writes_it_or_the_export_says_that_it_cannot(
+    name: str, scaling: RotaryScaling, said: tuple[bool, bool], tmp_path: Path
+):
+    plan, program = plan_at(name, Candidate(tp=1, pp=1, dp=8, recompute=(Recompute(kind="full"),))), WRITTEN["megatron"]
+    plan = replace(plan, model=replace(plan.model, rotary_scaling=scaling))
+    expression = expressed(plan, program)
+    path = tmp_path / "run.sh"
+    path.write_text(text_of(program, plan, expression).replace(name, "run"), encoding="utf-8")
+    if said[name != "llama3-8b"]:
+        assert imported_question(imported_run(str(path)), ImportOptions()).request.model.rotary_scaling == scaling
+    cannot = [f"rotary frequencies scaled by {scaling.kind} (factor {scaling.factor:g})"]
+    lost = [difference.what for difference in expression.differences if "rotary" in difference.what]
+    assert lost == ([] if said[name != "llama3-8b"] else cannot)
 
 
 @st.composite

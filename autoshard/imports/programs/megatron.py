@@ -12,7 +12,6 @@ from autoshard.imports.programs.megatron_model import (
     EXPERTS,
     FOREIGN,
     MODEL,
-    ROTATED,
     head_facts,
     model,
     name,
@@ -20,6 +19,7 @@ from autoshard.imports.programs.megatron_model import (
     written_heads,
     written_model,
 )
+from autoshard.imports.programs.megatron_rotary import ROTATED, says_rotation
 from autoshard.imports.programs.megatron_stages import STAGES
 from autoshard.imports.programs.shared import (
     ADAPTERS,
@@ -306,13 +306,13 @@ MEGATRON = OtherProgram(
         "transformer_impl", "*cross_entropy*", "*.call", "call", "*.args", "attention_backend",
         "model.attention_backend", "distributed_*", "timing_*", "no_load_*", "no_save_*",
         "make_vocab_size_divisible_by", "override_*", "bias_*", "no_masked_softmax_fusion", "no_position_embedding",
-        "rotary_percent", "calculate_per_*", "moe_grouped_gemm", "profile*", "loss_scale",
+        "calculate_per_*", "moe_grouped_gemm", "profile*", "loss_scale",
         "overlap_param_gather", "job_name", "export", "*exp_manager*", "trainer.*", "data.*",
         "no_create_attention_mask_in_dataloader", "no_mmap_bin_files", "*nccl*", "dist_ckpt*", "distributed_backend",
         "*check_for_nan*", "*average_in_collective", "ddp.overlap_param_gather", "*.pipeline_dtype", "decoupled_*",
         "*cuda_graph_*", "partition", "dist.*", "comm_overlap.*", "start_weight_decay", "end_weight_decay",
-        "tiktoken_pattern", "no_rope_fusion", "rope_*", "use_rope_scaling", "ddp.*", "peft.*", "*should_pad_vocab",
-        "apply_layernorm_1p", "*rotary_percentage", "container_*",
+        "tiktoken_pattern", "no_rope_fusion", "ddp.*", "peft.*", "*should_pad_vocab",
+        "apply_layernorm_1p", "container_*",
         "model.transformer_impl", "use_checkpoint*", "*gradient_as_bucket*",
         "trainer.strategy.*", "fp8_amax*", "fp8_*gather", "conditions_none", "async_save", "use_persistent*",
         "deterministic_mode", "empty_unused*", "no_gradient_accumulation_fusion", "attention_softmax_in_fp32",
@@ -341,6 +341,7 @@ MEGATRON = OtherProgram(
         router_losses=True,
         absent=("parallel_residual",),
         options=options_of_flags,
+        says_rotation=says_rotation,
         cp_kinds=("ring", "all_to_all"),
         precisions=("bf16", "bf16,gradients=bf16", "fp16", "fp16,gradients=fp16", "fp32", "bf16,products=fp8",
                     "bf16,gradients=bf16,products=fp8"),

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from autoshard.imports.programs.megatron_layers import LAYERS, said_options
+from autoshard.imports.programs.megatron_rotary import ROTARY, position_type
 from autoshard.imports.table import Facts, KeyEntry, Keys, alias, number, read_only, same, truth, whole_number, words
 from autoshard.spec.model import ModelSpec, Router
 from autoshard.spec.record import options_on
@@ -20,7 +21,7 @@ def model(keys: Keys) -> Facts:
         return {}
     gated = any(truth(keys.get(key)) for key in ("swiglu", "quick_geglu", "gated_linear_unit"))
     positions = str(keys.get("position_embedding_type", "learned_absolute"))
-    rotary = positions in ("rope", "yarn", "mrope") or truth(keys.get("use_rotary_position_embeddings"))
+    rotary = positions in ROTARY or truth(keys.get("use_rotary_position_embeddings"))
     bias = not truth(keys.get("disable_bias_linear")) and all(truth(keys.get(key, True)) for key in _BIASES)
     act = "silu" if gated else "relu" if truth(keys.get("squared_relu")) else "gelu"
     gated, act = _ACTIVATIONS.get(str(keys.get("model.activation")).removeprefix("fast-"), (gated, act))
@@ -52,7 +53,7 @@ def written_model(facts: Facts) -> Keys:
     """Write these flags."""
     keys: dict[str, Any] = {}
     keys |= {"normalization": "RMSNorm"} if facts.get("model.norm") == "rms" else {}
-    keys |= {"position_embedding_type": "rope"} if facts.get("model.positions") == "rotary" else {}
+    keys |= position_type(facts)
     keys |= {"swiglu": True} if facts.get("model.gated") and not facts.get("model.glu_limit") else {}
     keys |= {} if facts.get("model.bias") else {"disable_bias_linear": True}
     keys |= {} if facts.get("model.tie_word_embeddings") else {"untie_embeddings_and_output_weights": True}
@@ -68,23 +69,6 @@ MODEL = (
     "num_layers", "quick_geglu", "multi_latent_attention", "gated_linear_unit", "model.activation", "model.bias",
     "share_embeddings_and_output_weights",
 )  # fmt: skip
-
-
-_LLAMA3 = (1.0, 4.0, 8192)  # of megatron/core/models/common/embeddings/rotary_pos_embedding.py _apply_scaling
-
-
-def _written_rotation(facts: Facts) -> Keys:
-    """Write which part of a head rotates, and the scaling of Llama 3.1; that of YaRN has no flag for every model."""
-    fraction, scaling = facts.get("model.rotary_fraction", 1.0), facts.get("model.rope_scaling")
-    keys: dict[str, Any] = {"rotary_percent": fraction} if fraction != 1 and not facts.get("model.latent") else {}
-    if scaling is None or scaling.kind != "llama3":
-        return keys
-    shape = (scaling.low_frequency_factor, scaling.high_frequency_factor, scaling.original_positions)
-    return {**keys, "use_rope_scaling": True, "rope_scaling_factor": scaling.factor} if shape == _LLAMA3 else keys
-
-
-# Neither changes the time or the memory of a step, so that nothing is read.
-ROTATED = KeyEntry(keys=(), reads=lambda keys: {}, writes=_written_rotation)
 
 
 # What makes of a decoder another one than autoshard models: a gate of shared experts, layers of another family.
