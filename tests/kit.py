@@ -90,6 +90,8 @@ _FAMILIES: Mapping[str, Mapping[str, Any]] = {
             "original_max_position_embeddings": 16,
         },
     },
+    "phi3": {"num_key_value_heads": 2, "partial_rotary_factor": 0.5, "sliding_window": 3},
+    "seed_oss": {"num_key_value_heads": 2, "head_dim": 8, "attention_out_bias": True, "residual_dropout": 0.0},
     "dots1": {
         "num_key_value_heads": 2, "head_dim": 8, "attention_bias": True, "n_routed_experts": 8, "sliding_window": 3,
         "max_window_layers": 1, "num_experts_per_tok": 2, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.5,

@@ -1,8 +1,9 @@
 """Hugging Face tensor names and ours: one table, read in both directions, expanded for a model.
 
 A row names one of their tensors, how its axes are made of our dims, and which tensor of ours it holds. ``(a b)`` is
-one axis made of two dims, ``qkv:1`` the second of those that lie together along ``qkv``. Our dims are those of the
-graph, so a row says by itself what is transposed, split or interleaved. Our names are those of ``OpGraph.instances``.
+one axis made of two dims, ``qkv:1`` the second of those that lie together along ``qkv``, and ``>`` begins what lies
+behind the rows before. Our dims are those of the graph, so a row says by itself what is transposed, split or
+interleaved. Our names are those of ``OpGraph.instances``.
 
 Rotary positions mostly need no permutation: architectures turn the halves of a head against each other, as the graph
 does. (Meta's own Llama files turn neighbours; those of Hugging Face are permuted already.) DeepSeek's turn neighbours,
@@ -162,6 +163,14 @@ _CORRECTED_ROUTER: Names = (
     ("mlp.shared_experts.down_proj.weight", "hidden ffn_shared", "shared_down.weight"),
 )
 _MINIMAX_BIAS = "e_score_correction_bias", "experts", "correction.weight"
+_PHI3_LAYER: Names = (
+    *_norm("input_layernorm", "attn_norm"),
+    *_linear("self_attn.qkv_proj", f"{_QUERY}|>{_KEY}|>{_KEY}", "hidden", "q", "k", "v"),
+    *_linear("self_attn.o_proj", "hidden", _QUERY, "o"),
+    *_norm("post_attention_layernorm", "mlp_norm"),
+    *_linear("mlp.gate_up_proj", "(gate_up:0 ffn)|(gate_up:1 ffn)", "hidden", "gate", "up"),
+    *_linear("mlp.down_proj", "hidden", "ffn", "down"),
+)
 _NEOX_QKV = "(kv_heads qkv:0 q_group head_dim)|(kv_heads qkv:1 head_dim)|(kv_heads qkv:2 head_dim)"
 _NEOX_LAYER: Names = (
     *_norm("input_layernorm", "attn_norm"),
@@ -195,7 +204,10 @@ _OLMO = (*_LLAMA_OUTSIDE, *_under("model.layers.{layer}.", "layer.{layer}.", _OL
 _LLAMA_LIKE = (*_LLAMA_OUTSIDE, *_under("model.layers.{layer}.", "layer.{layer}.", _LLAMA_ATTENTION + _LLAMA_MLP))
 _HEAD: Names = (("lm_head.weight", "vocab hidden", "head.0.unembed.weight"),)
 HF_NAMES: Mapping[str, Mapping[Form, Names]] = {
-    **{family: {"published": _LLAMA_LIKE, "module": _LLAMA_LIKE} for family in ("llama", "mistral", "qwen2", "qwen3")},
+    **{
+        family: {"published": _LLAMA_LIKE, "module": _LLAMA_LIKE}
+        for family in ("llama", "mistral", "qwen2", "qwen3", "seed_oss")
+    },
     **{
         family: {
             "published": _LLAMA_OUTSIDE + _under("model.layers.{layer}.", "layer.{layer}.", more + published),
@@ -227,6 +239,7 @@ HF_NAMES: Mapping[str, Mapping[Form, Names]] = {
             ("gpt_oss", (*_LLAMA_OUTSIDE, *_under("model.layers.{layer}.", "layer.{layer}.", _GPT_OSS_LAYER))),
             ("olmo2", _OLMO),
             ("olmo3", _OLMO),
+            ("phi3", (*_LLAMA_OUTSIDE, *_under("model.layers.{layer}.", "layer.{layer}.", _PHI3_LAYER))),
         )
     },
     "gpt2": {"published": _GPT2 + _HEAD, "module": _under("transformer.", "", _GPT2) + _HEAD},
@@ -272,13 +285,21 @@ class HfNames:
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """The shape of every Hugging Face tensor."""
-        return {row.theirs: row.shape(self.sizes) for row in self.rows}
+        shapes: dict[str, tuple[int, ...]] = {}
+        for row in self.rows:
+            shape = row.shape(self.sizes)
+            before = shapes[row.theirs][0] if row.axes.behind else 0
+            shapes[row.theirs] = (before + shape[0], *shape[1:])
+        return shapes
 
     def patches(self) -> Mapping[str, Sequence[Patch]]:
         """Return for every Hugging Face tensor the patches of our tensors that it holds."""
-        patches: dict[str, list[Patch]] = {}
+        patches, ends = dict[str, list[Patch]](), dict[str, int]()
         for row in self.rows:
-            held = row.patches(self.sizes)
+            shape = row.shape(self.sizes)
+            start = ends[row.theirs] if row.axes.behind else 0
+            ends[row.theirs] = start + shape[0]
+            held = row.patches(self.sizes, starts=(start, *(0 for _ in shape[1:])))
             assert held, f"{row.theirs} is nothing but padding"
             patches.setdefault(row.theirs, []).extend(held)
         return patches

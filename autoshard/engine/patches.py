@@ -25,7 +25,8 @@ UNCUT: Mapping[str, Range] = MappingProxyType({})
 class Axes:
     """How the axes of a tensor are made of dims; a dim with a number stands for one slice along it.
 
-    A dim may be made of parts, each with a name and a size: ``a+b`` lie one behind the other, ``a*b`` by turns.
+    A dim may be made of parts, each with a name and a size: ``a+b`` lie one behind the other, ``a*b`` by turns. Axes
+    that begin with ``>`` lie ``behind`` what the rows before hold of the same tensor, along its first axis.
 
     >>> axes = Axes.parse("hidden (qkv:1 kv_heads head_dim)")
     >>> axes.groups, axes.slices
@@ -34,14 +35,15 @@ class Axes:
 
     groups: tuple[tuple[str, ...], ...]
     slices: tuple[tuple[str, int], ...] = ()
+    behind: bool = False
 
     @classmethod
     def parse(cls, text: str) -> "Axes":
         """Read the text form of the tables."""
-        dims = [group.strip("()").split() for group in re.findall(r"\([^)]*\)|\S+", text)]
+        dims = [group.strip("()").split() for group in re.findall(r"\([^)]*\)|[^\s>]+", text)]
         parts = [dim.partition(":") for group in dims for dim in group]
         groups = tuple(tuple(dim.partition(":")[0] for dim in group) for group in dims)
-        return cls(groups, tuple((dim, int(number)) for dim, _, number in parts if number))
+        return cls(groups, tuple((dim, int(number)) for dim, _, number in parts if number), text.startswith(">"))
 
 
 @dataclass(frozen=True, slots=True)

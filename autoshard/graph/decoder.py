@@ -109,7 +109,7 @@ def _embed_block(model: ModelSpec, workload: Workload, kernels: Kernels) -> Bloc
         where = (b.input("positions", ("seq",), "int64"), *_document_starts(b, workload))
         place = b.emit("place", Lookup(), b.weight("place.weight", "positions", "hidden"), *where)
         x = b.emit("embed_add", Add(), x, place)
-    x = _dropped(b, model, "embed_drop", x)
+    x = _dropped(b, model, "embed_drop", x) if model.drops_embeddings else x
     return finish(b, "embed", kernels, gives=(x,), ties=_embed_ties(model))
 
 

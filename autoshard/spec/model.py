@@ -142,6 +142,7 @@ class ModelSpec:
     qk_norm_over: Literal["head", "all heads"] = option("head")
     query_scalar: float | None = option(None)  # scores are divided by its root; None is the width of a head
     scaled_embeddings: bool = option(False)  # by the root of the hidden size
+    drops_embeddings: bool = option(True)  # where numbers of hidden states are dropped
     router: Router | None = option(None)  # of experts; None is the softmax of the chosen logits
     shared_ffn: int = option(0)  # the width of an MLP beside the experts, through which all tokens go
     latent: LatentAttention | None = option(None)

@@ -148,7 +148,7 @@ def model_of(row: Row) -> ModelSpec:
     changes: dict[str, Any] = {"num_layers": sum(layers_of(row)), "vocab": int(row["vocab"])}
     changes["tied_embeddings"] = row["tied"] == "yes"
     if row["drop"] == "yes":
-        changes |= {"hidden_dropout": 0.1, "attention_dropout": 0.2}
+        changes |= {"hidden_dropout": 0.1, "attention_dropout": 0.2, "drops_embeddings": row["model"] == "gpt"}
     if row["kv"] == "copied":
         changes["num_kv_heads"] = int(row["tp"]) // 2
     if row["experts"] != "dense":

@@ -153,7 +153,9 @@ def _pairs(large: Any, small: Any, num_tokens: tuple[int, int]) -> Iterator[tupl
     chosen = getattr(large.config, "num_experts_per_tok", None) or 1
     sizes.add((num_tokens[0] * chosen, num_tokens[1] * chosen))
     heads = large.config.num_attention_heads
-    sizes |= {(a // heads, b // heads) for a, b in tuple(sizes) if a % heads == b % heads == 0}
+    widths = {(a // heads, b // heads) for a, b in sizes if a % heads == b % heads == 0}
+    before_values = heads + (getattr(large.config, "num_key_value_heads", None) or heads)  # in a product of all three
+    sizes |= widths | {(a * before_values, b * before_values) for a, b in widths}
     for a, b in sizes:
         if a != b:
             yield a, b

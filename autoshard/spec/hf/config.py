@@ -65,6 +65,7 @@ def _spec_of_text(config: Mapping[str, object], name: str, source: str) -> Model
         **_sizes(reader, kind),
         **_latent(reader, kind),
     }
+    traits |= {} if traits["hidden_dropout"] else {"drops_embeddings": True}  # where nothing is dropped
     traits |= _experts(reader, kind, traits["ffn"])
     if traits["positions"] == "rotary":
         traits |= rotary_positions(reader, kind, traits["max_positions"], traits["head_dim"])

@@ -15,6 +15,15 @@ _ROTARY_KEYS = (
     *("rope_type", "type", "rope_theta", "partial_rotary_factor", "factor"),
     *("low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
 )
+_Scaling = Literal["linear", "llama3", "yarn"]
+_SCALINGS: Mapping[str, _Scaling | None] = {
+    "default": None, "linear": "linear", "llama3": "llama3", "yarn": "yarn"
+}  # fmt: skip
+_LONG_ROPE = ("longrope", "su", "yarn")  # as Phi-3 names it; yarn is another scaling elsewhere
+_NO_LONG_ROPE = (
+    "each frequency has a factor of its own, and another one in long sequences. Write null to plan alone: times and "
+    "memory are the same, but what would be trained is another model"
+)
 _YARN_DEFAULTS = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}  # as in transformers
 _YARN_KEYS = ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate")
 
@@ -35,9 +44,9 @@ def rotary_positions(reader: ConfigReader, kind: ModelType, max_positions: int, 
     defaults = {**older, "rope_type": "default", "original_max_position_embeddings": max_positions, **_YARN_DEFAULTS}
     group = ConfigReader(data, defaults)
     theta, fraction = group.read(float, "rope_theta"), group.read(float, "partial_rotary_factor")
-    scaling = _scaling(group, flat, part="kv_lora_rank" in kind.defaults)
+    scaling = _scaling(group, flat, kind)
     reader.faults.extend(fault.under(field) for fault in group.faults)
-    if reader.defaults["partial_rotary_factor"] == 1 and "rotary_dim" not in kind.defaults:
+    if not {"partial_rotary_factor", "rotary_dim"} & kind.defaults.keys():
         message = f"must be 1, not {fraction}: {kind.architecture} rotates whole heads"
         reader.check(lambda: fraction == 1, ("partial_rotary_factor", f"{field}.partial_rotary_factor"), message)
     return {"rotary_theta": theta, "rotary_fraction": fraction, "rotary_scaling": scaling}
@@ -76,27 +85,28 @@ def local_rotary_theta(reader: ConfigReader) -> float:
     return max(theta, 1)
 
 
-def _scaling(group: ConfigReader, original: int | None, *, part: bool) -> RotaryScaling | None:
-    """Read how frequencies are scaled; ``part`` says that the architecture turns a part of each head."""
-    names = ("linear", "llama3", "yarn")
-    kinds: Mapping[str, Literal["linear", "llama3", "yarn"] | None] = {
-        "default": None,
-        **{name: name for name in names},
-    }
+def _scaling(group: ConfigReader, original: int | None, of_type: ModelType) -> RotaryScaling | None:
+    """Read how frequencies are scaled."""
+    kinds: Mapping[str, _Scaling | None] = {name: _SCALINGS[name] for name in of_type.rope_types}
+    rope_type = group.data.get("rope_type", group.data.get("type"))
+    if rope_type in _LONG_ROPE and rope_type not in kinds:
+        group.check(lambda: False, ("rope_type",), f"{show_value(rope_type)} is not read: {_NO_LONG_ROPE}")
+        return None
     kind = group.choice("rope_type", kinds)
     _no_other_keys(group, group.data, (*_ROTARY_KEYS, *_YARN_KEYS) if kind == "yarn" else _ROTARY_KEYS)
     if kind is None:
         return None
-    stated: dict[str, Any] = {"factor": group.read(float, "factor")}
+    fields: dict[str, Any] = {"factor": group.read(float, "factor")}
     if kind != "linear":
         slow, fast = ("beta_slow", "beta_fast") if kind == "yarn" else ("low_freq_factor", "high_freq_factor")
-        stated["low_frequency_factor"] = group.read(float, slow)
-        stated["high_frequency_factor"] = group.read(float, fast)
+        fields["low_frequency_factor"] = group.read(float, slow)
+        fields["high_frequency_factor"] = group.read(float, fast)
         positions = group.whole("original_max_position_embeddings")
-        stated["original_positions"] = original or positions
+        fields["original_positions"] = original or positions
     if kind == "yarn":
-        stated |= {"truncate": group.read(bool, "truncate"), "mscale": _mscale(group, stated["factor"], part=part)}
-    return group.made(lambda: RotaryScaling(kind=kind, **stated))
+        mscale = _mscale(group, fields["factor"], part="kv_lora_rank" in of_type.defaults)
+        fields |= {"truncate": group.read(bool, "truncate"), "mscale": mscale}
+    return group.made(lambda: RotaryScaling(kind=kind, **fields))
 
 
 def _mscale(group: ConfigReader, factor: float, *, part: bool) -> float:

@@ -44,6 +44,7 @@ class ModelType:
     width: str = "intermediate_size"  # the field with the width of an MLP
     router: RouterCode = "chosen"
     flags: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: FLAGS)
+    rope_types: tuple[str, ...] = ("default", "linear", "llama3", "yarn")  # that are read; its code may have others
 
 
 SHARED_DEFAULTS: Mapping[str, Any] = {
@@ -223,6 +224,22 @@ MODEL_TYPES: Mapping[str, ModelType] = {
         },
         window="pattern",
     ),
+    "phi3": ModelType(
+        architecture="Phi3ForCausalLM",
+        fixed={"drops_embeddings": False},
+        defaults={"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "partial_rotary_factor": 1.0},
+        window="all layers",
+        rope_types=("default",),
+    ),
+    "seed_oss": ModelType(
+        architecture="SeedOssForCausalLM",
+        fixed={"drops_embeddings": False},
+        defaults={
+            "max_position_embeddings": 524288, "num_key_value_heads": 8, "head_dim": 128, "attention_bias": True,
+            "attention_out_bias": False, "mlp_bias": False,
+        },
+        flags={**FLAGS, "attention_bias": ("qkv_bias",), "attention_out_bias": ("out_bias",)},
+    ),
 }  # fmt: skip
 # Types whose config holds that of a model that reads text alone in its field ``text_config``.
 WITH_TEXT_CONFIG: Mapping[str, str] = {"gemma3": "gemma3_text"}
@@ -241,7 +258,7 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
     "partial_rotary_factor": ("rotary_pct",),
     "num_local_experts": ("num_experts", "n_routed_experts"),
     "rope_type": ("type",),
-    "hidden_dropout": ("resid_pdrop", "embd_pdrop"),
+    "hidden_dropout": ("resid_pdrop", "embd_pdrop", "residual_dropout"),
     "attention_dropout": ("attn_pdrop",),
 }
 # Config fields that ModelSpec names itself, read as the type that they have there.

@@ -1,6 +1,6 @@
 """Write a ModelSpec as a Hugging Face ``config.json``: the first architecture that computes the same says which.
 
-What a ModelSpec does not have (token ids, who made the model) is left out.
+What a ModelSpec does not have (other token ids, who made the model) is left out.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,6 +28,8 @@ _SPELLED: Mapping[str, Mapping[str, str]] = {
         for name in ("glm4_moe", "glm4_moe_lite", "dots1", "deepseek_v2", "deepseek_v3")
     },
     "gemma3_text": {"hidden_act": "hidden_activation"},
+    "phi3": {"hidden_dropout": "resid_pdrop"},
+    "seed_oss": {"hidden_dropout": "residual_dropout"},
     "gpt_neox": {
         "rms_norm_eps": "layer_norm_eps", "rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"
     },
@@ -67,6 +69,7 @@ def _written(model: ModelSpec, name: str, kind: ModelType) -> Mapping[str, Any]:
         "max_position_embeddings": model.max_positions,
         "hidden_act": _ACTIVATION[model.activation],
         "tie_word_embeddings": model.tied_embeddings,
+        "pad_token_id": None,  # some classes have one, whose row of the embedding no gradient reaches
     }
     if kind.grouped_heads:
         fields |= {"num_key_value_heads": model.num_kv_heads, **_heads(model)}

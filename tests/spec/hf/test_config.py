@@ -2,7 +2,6 @@
 
 import json
 import math
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,61 +10,18 @@ import pytest
 from hypothesis import given, strategies as st
 
 import autoshard
-from autoshard.errors import Fault, InputError
+from autoshard.errors import InputError
 from autoshard.spec.hf import types as hf_types
 from autoshard.spec.hf.config import spec_from_config
-from autoshard.spec.hf.types import ACTIVATIONS, ALIASES, MODEL_TYPES, UNMODELLED
+from autoshard.spec.hf.types import ALIASES, MODEL_TYPES, UNMODELLED
 from autoshard.spec.hf.writing import config_of
-from autoshard.spec.model import LayerKind, ModelSpec, Router
+from autoshard.spec.model import LayerKind, Router
 from autoshard.spec.model_parts import LatentAttention, RotaryScaling
+from tests.spec.hf.smallest import SIZES, SMALLEST, faults, read, refused
 
 CARDS = {
     path.stem: json.loads(path.read_text(encoding="utf-8"))
     for path in sorted((Path(autoshard.__file__).parents[1] / "models").glob("*.json"))
-}
-SIZES: dict[str, Any] = {
-    "vocab_size": 96, "hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 3, "num_attention_heads": 4,
-}  # fmt: skip
-# The fewest fields with which each family is accepted; some families default to 8 or 32 key/value heads.
-SMALLEST: dict[str, dict[str, Any]] = {
-    "llama": SIZES,
-    "mistral": SIZES | {"num_attention_heads": 8},
-    "mixtral": SIZES | {"num_attention_heads": 8, "num_local_experts": 4},
-    "gpt2": {"vocab_size": 96, "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 32},
-    "gpt_neox": SIZES | {"num_attention_heads": 8, "hidden_size": 128},
-    "qwen2": SIZES | {"num_attention_heads": 32},
-    "qwen3": SIZES | {"num_attention_heads": 32},
-    "qwen3_moe": {
-        **{key: size for key, size in SIZES.items() if key != "intermediate_size"},
-        "moe_intermediate_size": 176,
-        "num_experts": 8,
-    },
-    "glm4_moe": {
-        **{key: size for key, size in SIZES.items() if key != "intermediate_size"},
-        "num_attention_heads": 8,
-        "moe_intermediate_size": 176,
-        "n_routed_experts": 8,
-    },
-    "dots1": {
-        **{key: size for key, size in SIZES.items() if key != "intermediate_size"},
-        "num_attention_heads": 32,
-        "moe_intermediate_size": 176,
-        "n_routed_experts": 8,
-        "num_experts_per_tok": 2,
-    },
-    "minimax_m2": SIZES | {"num_attention_heads": 8, "num_local_experts": 8},
-    "gemma3_text": {"hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 3},
-    "olmo2": SIZES,
-    "olmo3": SIZES,
-    "gpt_oss": SIZES | {"num_attention_heads": 8, "num_local_experts": 8},
-    "deepseek_v3": SIZES | {"num_attention_heads": 128},
-    "glm4_moe_lite": SIZES | {"num_attention_heads": 20, "moe_intermediate_size": 176, "n_routed_experts": 8},
-    "deepseek_v2": {
-        **{key: size for key, size in SIZES.items() if key != "intermediate_size"},
-        "moe_intermediate_size": 176,
-        "n_routed_experts": 8,
-        "num_experts_per_tok": 2,
-    },
 }
 MXFP4, FP8 = {"quant_method": "mxfp4"}, {"quant_method": "fp8"}
 YARN = {"type": "yarn", "factor": 4.0}
@@ -73,21 +29,6 @@ LLAMA3_ROPE: dict[str, Any] = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 512,
 }  # fmt: skip
-
-
-def read(family: str, **changes: Any) -> ModelSpec:
-    return spec_from_config({"model_type": family, **SMALLEST[family], **changes}, name="m", source="test")
-
-
-def faults(config: Mapping[str, Any]) -> tuple[Fault, ...]:
-    with pytest.raises(InputError) as caught:
-        spec_from_config(config, name="m", source="test")
-    return caught.value.faults
-
-
-def refused(family: str, **changes: Any) -> list[str]:
-    """Return the fields that are named when these changes are refused."""
-    return [fault.where for fault in faults({"model_type": family, **SMALLEST[family], **changes})]
 
 
 # ----------------------------------------------------------------------------------------------- acceptance
@@ -547,53 +488,3 @@ def test_a_damaged_card_is_a_model_or_an_input_error(data: st.DataObject):
         assert not named & {"", "num_layers", "hidden", "ffn", "num_heads", "num_kv_heads", "vocab", "max_positions"}
     else:
         assert spec.num_parameters > 0
-
-
-# --------------------------------------------------------------------------------- the oracle: transformers
-
-
-def settings_of(family: str, **options: Any) -> Any:
-    transformers = pytest.importorskip("transformers")
-    return transformers.AutoConfig.for_model(family, **SMALLEST[family], **options)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", MODEL_TYPES)
-def test_the_defaults_are_those_of_transformers(family: str):
-    spec, settings = read(family), settings_of(family)
-
-    def stated(name: str, default: Any = None) -> Any:
-        return next(
-            (getattr(settings, each) for each in (name, *ALIASES.get(name, ())) if hasattr(settings, each)), default
-        )
-
-    assert spec.max_positions == settings.max_position_embeddings
-    assert spec.norm_eps == stated("rms_norm_eps")
-    assert spec.activation == ACTIVATIONS[stated("hidden_act")]
-    assert spec.tied_embeddings == settings.tie_word_embeddings
-    assert spec.num_kv_heads == stated("num_key_value_heads", spec.num_heads)
-    assert spec.parallel_residual == stated("use_parallel_residual", False)
-    all_dense = not spec.num_experts  # as those of V3 with few layers, whatever the class says of experts
-    assert spec.experts_per_token == (0 if all_dense else stated("num_experts_per_tok", 0))
-    used = "sliding_attention" in (getattr(settings, "layer_types", None) or ["sliding_attention"])
-    window = stated("sliding_window") if used else 0
-    assert max(spec.of_kind(kind).window or 0 for kind in spec.layer_counts) == (window or 0)
-    rope = stated("rope_parameters")
-    assert (spec.positions == "rotary") == (rope is not None)
-    if rope is not None:
-        rope = rope.get("sliding_attention", rope)  # Gemma's few layers all attend to a window
-        scaling = spec.rotary_scaling.kind if spec.rotary_scaling else "default"
-        assert (spec.rotary_theta, scaling) == (rope["rope_theta"], rope["rope_type"])
-        assert spec.rotary_fraction == rope.get("partial_rotary_factor", 1.0)
-
-
-@pytest.mark.slow
-def test_activations_with_one_name_compute_one_function():
-    torch = pytest.importorskip("torch")
-    activations = pytest.importorskip("transformers.activations")
-    x = torch.linspace(-6, 6, 1001, dtype=torch.float64)
-    functional = torch.nn.functional
-    expected = {name: getattr(functional, name)(x) for name in ("silu", "relu", "gelu")}
-    expected["gelu_tanh"] = functional.gelu(x, approximate="tanh")
-    for name, kind in ACTIVATIONS.items():
-        torch.testing.assert_close(activations.ACT2FN[name](x), expected[kind], rtol=0, atol=1e-9)

@@ -1,0 +1,101 @@
+"""Families of models: their defaults are those of transformers, and what the code of one alone has."""
+
+from typing import Any
+
+import pytest
+
+from autoshard.graph.decoder import decoder_graph
+from autoshard.graph.kinds.dropout import Drop
+from autoshard.spec.hf.types import ACTIVATIONS, ALIASES, MODEL_TYPES
+from autoshard.spec.hf.writing import config_of
+from autoshard.spec.kernels import load_kernels
+from autoshard.spec.workload import Precision, Workload
+from tests.spec.hf.smallest import SMALLEST, faults, read, refused
+
+
+def settings_of(family: str, **options: Any) -> Any:
+    transformers = pytest.importorskip("transformers")
+    return transformers.AutoConfig.for_model(family, **SMALLEST[family], **options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", MODEL_TYPES)
+def test_the_defaults_are_those_of_transformers(family: str):
+    spec, settings = read(family), settings_of(family)
+
+    def stated(name: str, default: Any = None) -> Any:
+        return next(
+            (getattr(settings, each) for each in (name, *ALIASES.get(name, ())) if hasattr(settings, each)), default
+        )
+
+    assert spec.max_positions == settings.max_position_embeddings
+    assert spec.norm_eps == stated("rms_norm_eps")
+    assert spec.activation == ACTIVATIONS[stated("hidden_act")]
+    assert spec.tied_embeddings == settings.tie_word_embeddings
+    assert spec.num_kv_heads == stated("num_key_value_heads", spec.num_heads)
+    assert spec.parallel_residual == stated("use_parallel_residual", False)
+    all_dense = not spec.num_experts  # as those of V3 with few layers, whatever the class says of experts
+    assert spec.experts_per_token == (0 if all_dense else stated("num_experts_per_tok", 0))
+    used = "sliding_attention" in (getattr(settings, "layer_types", None) or ["sliding_attention"])
+    window = stated("sliding_window") if used else 0
+    assert max(spec.of_kind(kind).window or 0 for kind in spec.layer_counts) == (window or 0)
+    rope = stated("rope_parameters")
+    assert (spec.positions == "rotary") == (rope is not None)
+    if rope is not None:
+        rope = rope.get("sliding_attention", rope)  # Gemma's few layers all attend to a window
+        scaling = spec.rotary_scaling.kind if spec.rotary_scaling else "default"
+        assert (spec.rotary_theta, scaling) == (rope["rope_theta"], rope["rope_type"])
+        assert spec.rotary_fraction == rope.get("partial_rotary_factor", 1.0)
+
+
+@pytest.mark.slow
+def test_activations_with_one_name_compute_one_function():
+    torch = pytest.importorskip("torch")
+    activations = pytest.importorskip("transformers.activations")
+    x = torch.linspace(-6, 6, 1001, dtype=torch.float64)
+    functional = torch.nn.functional
+    expected = {name: getattr(functional, name)(x) for name in ("silu", "relu", "gelu")}
+    expected["gelu_tanh"] = functional.gelu(x, approximate="tanh")
+    for name, kind in ACTIVATIONS.items():
+        torch.testing.assert_close(activations.ACT2FN[name](x), expected[kind], rtol=0, atol=1e-9)
+
+
+# ------------------------------------------------------------------------------------------ Phi-3 and Seed-OSS
+
+
+LONG = {"short_factor": [1.0] * 48, "long_factor": [1.5] * 48}
+
+
+@pytest.mark.parametrize("name", ["longrope", "su", "yarn"])
+def test_factors_of_single_frequencies_are_refused_with_what_may_be_planned(name: str):
+    """The rope_scaling of Phi-4-mini and of Phi-3 with 128k tokens; older files say su or yarn."""
+    config = {"model_type": "phi3", **SMALLEST["phi3"], "rope_scaling": {"type": name, **LONG}}
+    (fault,) = faults(config)
+    assert (fault.where, repr(name) in fault.message) == ("rope_scaling.type", True)
+    assert "Write null to plan alone" in fault.message
+    assert read("phi3", rope_scaling=None).rotary_scaling is None
+    assert refused("llama", rope_scaling={"rope_type": "longrope", **LONG}) == ["rope_scaling.rope_type"]
+
+
+def test_phi3_turns_a_part_of_each_head_and_attends_to_its_window():
+    model = read("phi3", partial_rotary_factor=0.75, sliding_window=2047)
+    assert (model.rotary_fraction, model.rotary_dims, model.window) == (0.75, 12, 2047)
+    assert refused("phi3", rope_scaling={"rope_type": "linear", "factor": 2.0}) == ["rope_scaling.rope_type"]
+
+
+@pytest.mark.parametrize(("family", "field"), [("phi3", "resid_pdrop"), ("seed_oss", "residual_dropout")])
+def test_embeddings_are_whole_where_layers_alone_drop_numbers(family: str, field: str):
+    model = read(family, **{field: 0.1})
+    assert (model.hidden_dropout, model.drops_embeddings) == (0.1, False)
+    assert config_of(model)[field] == 0.1
+    workload = Workload(seq_len=8, global_batch=1, precision=Precision.named("bf16"))
+    graph = decoder_graph(model, workload, load_kernels("torch_engine"), micro_batch=1)
+    drops = [op.name for block in graph.blocks for op in block.ops if isinstance(op.kind, Drop) and op.pass_ == "F"]
+    assert drops == ["attn_drop", "mlp_drop"]
+    assert read(family).drops_embeddings
+
+
+@pytest.mark.parametrize("out", [False, True])
+def test_seed_oss_states_the_bias_behind_attention_alone(out: bool):
+    model = read("seed_oss", attention_out_bias=out)
+    assert (model.qkv_bias, model.out_bias, model.mlp_bias) == (True, out, False)
