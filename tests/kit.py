@@ -90,6 +90,14 @@ _FAMILIES: Mapping[str, Mapping[str, Any]] = {
             "original_max_position_embeddings": 16,
         },
     },
+    "smollm3": {"num_key_value_heads": 2, "no_rope_layers": [0, 1]},
+    "exaone4": {
+        "num_key_value_heads": 2, "sliding_window": 3, "layer_types": ["sliding_attention", "full_attention"],
+        "rope_scaling": {
+            "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8,
+        },
+    },
     "phi3": {"num_key_value_heads": 2, "partial_rotary_factor": 0.5, "sliding_window": 3},
     "seed_oss": {"num_key_value_heads": 2, "head_dim": 8, "attention_out_bias": True, "residual_dropout": 0.0},
     "dots1": {
@@ -119,6 +127,8 @@ DIFFERENT_LAYERS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("qwen3", {"num_hidden_layers": 4, "use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1}),
     ("qwen3_moe", {"num_hidden_layers": 4, "mlp_only_layers": [0, 2], "intermediate_size": 40}),
     ("glm4_moe", {"num_hidden_layers": 3, "n_group": 1, "topk_group": 1, "norm_topk_prob": False}),
+    ("smollm3", {"num_hidden_layers": 4, "no_rope_layer_interval": 2, "no_rope_layers": None}),
+    ("exaone4", {"num_hidden_layers": 2, "sliding_window": None, "layer_types": ["full_attention"] * 2}),
     ("deepseek_v3", {"num_hidden_layers": 2, "first_k_dense_replace": 2, "q_lora_rank": None}),
 )
 

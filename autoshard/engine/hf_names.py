@@ -101,6 +101,7 @@ _OLMO2_ATTENTION: Names = (
     *_norm("self_attn.k_norm", "k_norm", _KEY),
     *_POST_NORMED,
 )
+_EXAONE4_ATTENTION: Names = (*_ATTENTION_PRODUCTS, *_HEAD_NORMS, *_POST_NORMED)
 _MINIMAX_ATTENTION: Names = (
     *_norm("input_layernorm", "attn_norm"),
     *_ATTENTION_PRODUCTS,
@@ -206,7 +207,7 @@ _HEAD: Names = (("lm_head.weight", "vocab hidden", "head.0.unembed.weight"),)
 HF_NAMES: Mapping[str, Mapping[Form, Names]] = {
     **{
         family: {"published": _LLAMA_LIKE, "module": _LLAMA_LIKE}
-        for family in ("llama", "mistral", "qwen2", "qwen3", "seed_oss")
+        for family in ("llama", "mistral", "qwen2", "qwen3", "seed_oss", "smollm3")
     },
     **{
         family: {
@@ -239,6 +240,10 @@ HF_NAMES: Mapping[str, Mapping[Form, Names]] = {
             ("gpt_oss", (*_LLAMA_OUTSIDE, *_under("model.layers.{layer}.", "layer.{layer}.", _GPT_OSS_LAYER))),
             ("olmo2", _OLMO),
             ("olmo3", _OLMO),
+            (
+                "exaone4",
+                (*_LLAMA_OUTSIDE, *_under("model.layers.{layer}.", "layer.{layer}.", _EXAONE4_ATTENTION + _LLAMA_MLP)),
+            ),
             ("phi3", (*_LLAMA_OUTSIDE, *_under("model.layers.{layer}.", "layer.{layer}.", _PHI3_LAYER))),
         )
     },

@@ -69,6 +69,7 @@ class LayerKind:
     dense_ffn: int | None = option(None)  # the width of an MLP that stands in the place of experts
     window: int | None = option(None)
     rotary_theta: float | None = option(None)  # whose frequencies are not scaled
+    positions: Literal["none"] | None = option(None)  # which queries and keys do not say
     lines: tuple[str, ...] = option(())  # of a layer of a decoder that was read off its code
 
     def __post_init__(self) -> None:
@@ -78,6 +79,7 @@ class LayerKind:
             (bool(_KIND_NAME.fullmatch(name)) and name not in taken, "name", bad_name),
             *in_range(self, "dense_ffn", low=1, high=MAX_DIM),
             *in_range(self, "window", "rotary_theta", low=1),
+            (not (self.positions and self.rotary_theta), "rotary_theta", "needs rotary positions"),
         )
 
     @property
@@ -93,6 +95,7 @@ class LayerKind:
             changes |= {"shared_ffn": 0, "router": None, "router_bias": False}
         if self.rotary_theta:
             changes |= {"rotary_theta": self.rotary_theta, "rotary_scaling": None}
+        changes |= {"positions": self.positions} if self.positions else {}
         if model.traced and self.lines:
             changes["traced"] = replace(model.traced, layer=self.lines)
         return replace(model, **changes)
@@ -120,7 +123,7 @@ class ModelSpec:
     norm_eps: float = field(metadata={"config": "rms_norm_eps"})
     activation: Activation
     gated_mlp: bool
-    positions: Literal["rotary", "learned"]
+    positions: Literal["rotary", "learned", "none"]
     rotary_fraction: float = 1.0
     rotary_theta: float = 10000.0
     rotary_scaling: RotaryScaling | None = None
@@ -158,7 +161,7 @@ class ModelSpec:
     def __post_init__(self) -> None:
         dims = ("hidden", "ffn", "num_heads", "num_kv_heads", "head_dim", "vocab", "max_positions")
         experts, turned = self.num_experts, self.rotary_dims
-        pairs = self.positions == "learned" or (turned >= 2 and turned % 2 == 0)
+        pairs = self.positions != "rotary" or (turned >= 2 and turned % 2 == 0)
         uneven = f"{self.num_heads} query heads cannot share {self.num_kv_heads} key/value heads evenly"
         odd = f"rotary positions rotate pairs: {turned} of the {self.head_dim} numbers of a head are not pairs"
         rms = self.qk_norm and self.norm == "rms" and not self.norm_offset
@@ -310,7 +313,7 @@ class ModelSpec:
 
     @property
     def rotary_dims(self) -> int:
-        """How many numbers of each head are rotated (rounded down, as in Hugging Face); 0 for learned positions."""
+        """How many numbers of each head are rotated (rounded down, as in Hugging Face); 0 without rotary positions."""
         if self.latent:
             return self.latent.rotary_dim
         return int(self.head_dim * self.rotary_fraction) if self.positions == "rotary" else 0

@@ -53,6 +53,10 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
         "kinds": (LayerKind(name="local", window=WINDOW, rotary_theta=50.0),),
         "order": "local/layer",
     },
+    "layers that turn nothing": {
+        "kinds": (LayerKind(name="local", window=WINDOW), LayerKind(name="unrotated", positions="none")),
+        "order": "local/unrotated",
+    },
     "norms behind": {"norm_place": "after"},
     "norms before and behind": {"norm_place": "both", "norm": "layer"},
     "one more than the weights of norms": {"norm_offset": 1.0, "qk_norm": True},

@@ -66,7 +66,9 @@ def test_a_file_that_says_which_model_is_trained_says_which_options_it_cannot():
         assert options == () if name == "llama3-8b" else "norm_place" in options
 
 
-@pytest.mark.parametrize("name", ["gpt-oss-20b", "glm4.5-air", "deepseek-v3", "deepseek-v2-lite", "tiny-gpt-oss"])
+@pytest.mark.parametrize(
+    "name", ["gpt-oss-20b", "glm4.5-air", "deepseek-v3", "deepseek-v2-lite", "tiny-gpt-oss", "smollm3-3b"]
+)
 def test_megatron_reads_layers_that_differ_as_it_writes_them(name: str, tmp_path: Path):
     model, program = load_model(name), WRITTEN["megatron"]
     plan = plan_at(name, Candidate(tp=1, pp=1, dp=8, recompute=(Recompute(kind="full"),)))

@@ -210,6 +210,8 @@ def test_the_rule_refuses_its_case_and_accepts_the_remedy(case):
     found = reasons(question, text)
     assert rule_id in found, f"{text} is not refused by {rule_id}, only by {list(found)}"
     assert says is None or says in found[rule_id].message
+    if question.cluster.platform == "trn1":  # where no other engine runs
+        assert "Use --engine torch" not in found[rule_id].message.replace("torch, on trn2 or GPUs", "")
     assert found[rule_id].source == next(rule.source for rule in all_rules() if rule.id == rule_id)
     if remedy is not None:
         assert rule_id not in reasons(question, remedy)

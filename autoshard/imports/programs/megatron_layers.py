@@ -21,6 +21,7 @@ _RUN = re.compile(r"\[([01,\s]*)\](?:\*(\d{1,4}))?")
 _LATENT = ("multi_latent_attention", "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
 _DENSE = ("moe_layer_freq", "num_layers", "num_experts", "ffn_hidden_size", "moe_ffn_hidden_size")
 _WINDOWS = ("window_size", "window_attn_skip_freq", "num_layers")
+_UNROTATED = ("no_rope_freq", *_DENSE, *_WINDOWS[:2])
 _CLAMPED = (
     "quick_geglu", "glu_linear_offset", "activation_func_clamp_value", "softmax_type", "num_experts",
     "disable_bias_linear", "add_bias_linear",
@@ -142,6 +143,30 @@ def _written_windows(facts: Facts) -> Keys:
     }
 
 
+def _unrotated(keys: Keys) -> Facts:
+    """Read which layers turn no queries and keys: every n-th one, or those of a list."""
+    text, num_layers = str(keys.get("no_rope_freq") or ""), whole_number(keys.get("num_layers") or 0)
+    if not text or text == "None":
+        return {}
+    by_step = text.strip().isdigit()
+    layers = range(1, num_layers + 1)
+    marks = [layer % _step(text) == 0 for layer in layers] if by_step else pattern_of(text, num_layers)
+    if not any(marks):
+        return {}
+    if "model.kinds" in {**_dense(keys), **_windows(keys)}:
+        return {"model.unmodelled": ["no_rope_freq beside layers that differ in experts or windows"]}
+    return _kinds_of(LayerKind(name="unrotated", positions="none"), tuple(marks))
+
+
+def _written_unrotated(facts: Facts) -> Keys:
+    if not _only_kind(facts, "unrotated"):
+        return {}
+    marks = [name == "unrotated" for name in expand_counts(facts["model.order"])]
+    step = marks.index(True) + 1
+    by_step = marks == [layer % step == 0 for layer in range(1, len(marks) + 1)] and len(marks) % step == 0
+    return {"no_rope_freq": step if by_step else _written_pattern(marks)}
+
+
 def _clamped(keys: Keys) -> Facts:
     """Read sinks, and an MLP whose gate is a quick GELU of limited numbers."""
     facts: dict[str, Any] = {"model.sinks": True} if str(keys.get("softmax_type")) == "learnable" else {}
@@ -169,6 +194,7 @@ LAYERS = (
     KeyEntry(keys=_LATENT, reads=_latent, writes=_written_latent),
     KeyEntry(keys=_DENSE, reads=_dense, writes=_written_dense),
     KeyEntry(keys=_WINDOWS, reads=_windows, writes=_written_windows),
+    KeyEntry(keys=_UNROTATED, reads=_unrotated, writes=_written_unrotated),
     KeyEntry(keys=_CLAMPED, reads=_clamped, writes=_written_clamped),
     read_only("mtp_num_layers", reads=lambda keys: {"remarks": [_WITHOUT_MTP]} if keys["mtp_num_layers"] else {}),
 )

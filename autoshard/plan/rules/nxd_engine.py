@@ -171,7 +171,8 @@ def nxd_code(c: Columns) -> Verdict:
 def nxd_layers(c: Columns) -> Verdict:
     yield False
     kinds = ", ".join(f"{count} {kind}" for kind, count in c.model.layer_counts.items())
-    yield f"{c.model.name} has layers of several kinds ({kinds}), and the nxd engine builds one. Use --engine torch"
+    why = f"{c.model.name} has layers of several kinds ({kinds}), and the nxd engine builds one"
+    yield f"{why}. Use --engine torch, on trn2 or GPUs"
 
 
 def _unbuilt(c: Columns) -> str:

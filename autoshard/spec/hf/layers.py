@@ -1,6 +1,6 @@
-"""Read from a ``config.json`` which layers attend to a window, and which have an MLP in the place of experts."""
+"""Read from a ``config.json`` which layers attend to a window, have an MLP in the place of experts, or turn nothing."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from autoshard.spec.hf.reader import ConfigReader
@@ -17,12 +17,13 @@ def layers_that_differ(reader: ConfigReader, kind: ModelType, traits: Mapping[st
         return {}  # refused with the sizes, and too many to list
     local, dense = _local_layers(reader, kind, num_layers, window), _dense_layers(reader, kind, num_layers)
     everywhere = len({*local}) == 1
-    theta = local_rotary_theta(reader) if kind.window == "pattern" else None
+    theta = local_rotary_theta(reader) if kind.rotary_of_windows else None
     if theta == traits.get("rotary_theta") and traits.get("rotary_scaling") is None:
         theta = None  # the same as in the other layers
+    unrotated = _unrotated_layers(reader, kind, [window is None or is_local for is_local in local])
     names = [
-        ("dense",) * is_dense + ("local",) * (is_local and not everywhere)
-        for is_dense, is_local in zip(dense, local, strict=True)
+        ("dense",) * is_dense + ("local",) * (is_local and not everywhere) + ("unrotated",) * is_unrotated
+        for is_dense, is_local, is_unrotated in zip(dense, local, unrotated, strict=True)
     ]
     read_kinds = [
         reader.made(
@@ -31,6 +32,7 @@ def layers_that_differ(reader: ConfigReader, kind: ModelType, traits: Mapping[st
                 dense_ffn=reader.whole("intermediate_size") if "dense" in name else None,
                 window=window if "local" in name else None,
                 rotary_theta=theta if "local" in name else None,
+                positions="none" if "unrotated" in name else None,
             )
         )
         for name in dict.fromkeys(names)
@@ -74,6 +76,22 @@ def _local_layers(reader: ConfigReader, kind: ModelType, num_layers: int, window
     message = f"must be {num_layers} of {', '.join(map(repr, words))}, as the other fields say"
     reader.check(lambda: is_listed, ("layer_types", "num_hidden_layers"), message)
     return [words[layer] for layer in layers] if is_listed else [window is not None] * num_layers
+
+
+def _unrotated_layers(reader: ConfigReader, kind: ModelType, in_window: Sequence[bool]) -> list[bool]:
+    """Say which layers turn no queries and keys: those that a config lists, or those that see beyond the window."""
+    num_layers = len(in_window)
+    if kind.unrotated == "beyond the window":
+        return [not is_inside for is_inside in in_window]
+    if kind.unrotated == "none":
+        return [False] * num_layers
+    turned = reader.whole_numbers("no_rope_layers")  # 1 where layers do turn them
+    if not turned:
+        period = reader.whole("no_rope_layer_interval")
+        return [number % period == 0 for number in range(1, num_layers + 1)]
+    fields = "no_rope_layers", "num_hidden_layers"
+    reader.check(lambda: len(turned) >= num_layers, fields, f"must have a number for each of {num_layers} layers")
+    return [number < len(turned) and not turned[number] for number in range(num_layers)]
 
 
 def _same_layers(window: int | None, num_layers: int) -> list[str]:

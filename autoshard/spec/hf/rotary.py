@@ -37,7 +37,7 @@ def rotary_positions(reader: ConfigReader, kind: ModelType, max_positions: int, 
         older["partial_rotary_factor"] = reader.whole("rotary_dim") / max(1, head_dim)
     field = "rope_scaling" if reader.data.get("rope_scaling") else "rope_parameters"
     data = _object(reader, field)
-    if field == "rope_parameters" and kind.window == "pattern":
+    if field == "rope_parameters" and kind.rotary_of_windows:
         _no_other_keys(reader, data, _ROTARY_OF_LAYERS, f"{field}.")
         field, data = f"{field}.full_attention", _object(reader, field, "full_attention")
     data = data or reader.defaults.get("rope_scaling", {})

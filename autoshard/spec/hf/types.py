@@ -19,6 +19,8 @@ from autoshard.spec.model import Activation, ModelSpec
 RouterCode = Literal["chosen", "softmax", "groups", "corrected"]
 # Which layers attend to a window: of some and last layers those from max_window_layers on, if it is used or always.
 Window = Literal["none", "all layers", "all layers if used", "some layers", "last layers", "pattern", "by turns"]
+# Which layers turn no queries and keys: those of no_rope_layers, or those that attend to all tokens beside a window.
+Unrotated = Literal["none", "listed", "beyond the window"]
 # Config fields that are true or false, and the fields of ModelSpec that they set.
 FLAGS: Mapping[str, tuple[str, ...]] = {
     "attention_bias": ("qkv_bias", "out_bias"),
@@ -41,10 +43,16 @@ class ModelType:
     defaults: Mapping[str, Any]
     grouped_heads: bool = True
     window: Window = "none"
+    unrotated: Unrotated = "none"
     width: str = "intermediate_size"  # the field with the width of an MLP
     router: RouterCode = "chosen"
     flags: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: FLAGS)
     rope_types: tuple[str, ...] = ("default", "linear", "llama3", "yarn")  # that are read; its code may have others
+
+    @property
+    def rotary_of_windows(self) -> bool:
+        """Whether layers that attend to a window have rotary positions of their own."""
+        return self.window == "pattern" and self.unrotated == "none"
 
 
 SHARED_DEFAULTS: Mapping[str, Any] = {
@@ -223,6 +231,24 @@ MODEL_TYPES: Mapping[str, ModelType] = {
             "sliding_window": 4096, "sliding_window_pattern": 4,
         },
         window="pattern",
+    ),
+    "smollm3": ModelType(
+        architecture="SmolLM3ForCausalLM",
+        defaults={
+            "max_position_embeddings": 32768, "num_key_value_heads": 4, "rope_theta": 2e6, "tie_word_embeddings": True,
+            "attention_bias": False, "mlp_bias": False, "no_rope_layers": None, "no_rope_layer_interval": 4,
+        },
+        unrotated="listed",
+    ),
+    "exaone4": ModelType(
+        architecture="Exaone4ForCausalLM",
+        fixed={"qk_norm": True, "norm_place": "after"},
+        defaults={
+            "max_position_embeddings": 2048, "num_key_value_heads": 32, "rms_norm_eps": 1e-5, "sliding_window": 4096,
+            "sliding_window_pattern": 4,
+        },
+        window="pattern",
+        unrotated="beyond the window",
     ),
     "phi3": ModelType(
         architecture="Phi3ForCausalLM",

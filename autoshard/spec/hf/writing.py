@@ -90,7 +90,7 @@ def _written(model: ModelSpec, name: str, kind: ModelType) -> Mapping[str, Any]:
         fields["query_pre_attn_scalar"] = round(model.query_scalar or model.head_dim)
     if "swiglu_limit" in kind.defaults and model.glu_limit:
         fields |= {"swiglu_limit": model.glu_limit, "swiglu_alpha": model.glu_slope}
-    fields |= _layers(model, kind)
+    fields |= {**_layers(model, kind), **_unrotated(model, kind)}
     spelled = {_SPELLED.get(name, {}).get(field, field): value for field, value in fields.items()}
     return {"model_type": name, "architectures": [kind.architecture], **spelled}
 
@@ -154,6 +154,15 @@ def _layers(model: ModelSpec, kind: ModelType) -> Mapping[str, Any]:
     return fields
 
 
+def _unrotated(model: ModelSpec, kind: ModelType) -> Mapping[str, Any]:
+    """Write which layers turn no queries and keys."""
+    each_kind = [model.of_kind(name) for name in model.layer_order]
+    if kind.unrotated == "listed":
+        return {"no_rope_layers": [int(spec.positions == "rotary") for spec in each_kind]}
+    window = next((spec.window for spec in each_kind if spec.window), None)
+    return {"sliding_window": window} if kind.unrotated == "beyond the window" else {}
+
+
 def _layer_types(windows: Sequence[int | None]) -> list[str]:
     return ["sliding_attention" if size else "full_attention" for size in windows]
 
@@ -162,7 +171,7 @@ def _rotary(model: ModelSpec, kind: ModelType) -> Mapping[str, Any]:
     fields: dict[str, Any] = {"rope_theta": model.rotary_theta}
     if model.rotary_fraction != 1 or "partial_rotary_factor" in kind.defaults:
         fields["partial_rotary_factor"] = model.rotary_fraction
-    if kind.window == "pattern" and "rope_local_base_freq" not in kind.defaults:
+    if kind.rotary_of_windows and "rope_local_base_freq" not in kind.defaults:
         return _rotary_of_layers(model)
     if "rope_scaling" in kind.defaults:  # where none is stated, it has one
         fields["rope_scaling"] = {"rope_type": "default"}

@@ -43,6 +43,8 @@ SMALLEST: dict[str, dict[str, Any]] = {
     "gemma3_text": {"hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 3},
     "olmo2": SIZES,
     "olmo3": SIZES,
+    "smollm3": SIZES,
+    "exaone4": SIZES | {"num_attention_heads": 32},
     "phi3": SIZES,
     "seed_oss": SIZES | {"num_attention_heads": 8},
     "gpt_oss": SIZES | {"num_attention_heads": 8, "num_local_experts": 8},

@@ -6,6 +6,7 @@ import pytest
 
 from autoshard.graph.decoder import decoder_graph
 from autoshard.graph.kinds.dropout import Drop
+from autoshard.spec.hf.config import spec_from_config
 from autoshard.spec.hf.types import ACTIVATIONS, ALIASES, MODEL_TYPES
 from autoshard.spec.hf.writing import config_of
 from autoshard.spec.kernels import load_kernels
@@ -93,6 +94,40 @@ def test_embeddings_are_whole_where_layers_alone_drop_numbers(family: str, field
     drops = [op.name for block in graph.blocks for op in block.ops if isinstance(op.kind, Drop) and op.pass_ == "F"]
     assert drops == ["attn_drop", "mlp_drop"]
     assert read(family).drops_embeddings
+
+
+# ------------------------------------------------------------------------------------- layers that turn nothing
+
+
+@pytest.mark.parametrize(
+    ("changes", "order"),
+    [
+        ({}, "layer*3/unrotated"),
+        ({"no_rope_layer_interval": 2}, "layer/unrotated/layer/unrotated"),
+        ({"no_rope_layers": [0, 1, 1, 0]}, "unrotated/layer*2/unrotated"),
+        ({"no_rope_layers": [0] * 36}, "unrotated*4"),
+        ({"no_rope_layers": [1] * 4}, ""),
+    ],
+)
+def test_smollm3_counts_or_lists_layers_without_positions(changes: dict[str, Any], order: str):
+    model = read("smollm3", num_hidden_layers=4, **changes)
+    assert model.order == order and spec_from_config(config_of(model), name="m", source="test") == model
+    assert {model.of_kind(kind.name).rotary_dims for kind in model.kinds} <= {0} and model.rotary_dims == 16
+
+
+def test_a_list_that_lacks_layers_is_refused():
+    assert refused("smollm3", no_rope_layers=[1, 0]) == ["no_rope_layers"]
+    assert refused("smollm3", no_rope_layer_interval=0) == ["no_rope_layer_interval"]
+
+
+def test_exaone_turns_queries_and_keys_within_its_window_alone():
+    model = read("exaone4", num_hidden_layers=5)
+    assert (model.order, model.window, model.positions) == ("local*3/unrotated/local", None, "rotary")
+    assert (model.of_kind("local").window, model.of_kind("local").positions) == (4096, "rotary")
+    assert (model.of_kind("unrotated").window, model.of_kind("unrotated").positions) == (None, "none")
+    assert read("exaone4", num_hidden_layers=3).window == 4096
+    whole = read("exaone4", sliding_window=None, layer_types=["full_attention"] * 3)
+    assert (whole.order, whole.window, whole.positions) == ("", None, "rotary")
 
 
 @pytest.mark.parametrize("out", [False, True])
