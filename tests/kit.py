@@ -98,6 +98,9 @@ _FAMILIES: Mapping[str, Mapping[str, Any]] = {
             "original_max_position_embeddings": 8,
         },
     },
+    "glm4": {"num_key_value_heads": 2, "head_dim": 8},
+    "ernie4_5": {"num_key_value_heads": 2, "head_dim": 8, "use_bias": True, "tie_word_embeddings": False},
+    "starcoder2": {"num_key_value_heads": 2, "sliding_window": 3},
     "phi3": {"num_key_value_heads": 2, "partial_rotary_factor": 0.5, "sliding_window": 3},
     "seed_oss": {"num_key_value_heads": 2, "head_dim": 8, "attention_out_bias": True, "residual_dropout": 0.0},
     "dots1": {

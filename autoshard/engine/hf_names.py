@@ -6,8 +6,9 @@ behind the rows before. Our dims are those of the graph, so a row says by itself
 interleaved. Our names are those of ``OpGraph.instances``.
 
 Rotary positions mostly need no permutation: architectures turn the halves of a head against each other, as the graph
-does. (Meta's own Llama files turn neighbours; those of Hugging Face are permuted already.) DeepSeek's turn neighbours,
-behind what is not turned: there ``a+b`` is an axis of two parts one behind the other, ``a*b`` of two parts by turns.
+does. (Meta's own Llama files turn neighbours; those of Hugging Face are permuted already.) GLM-4, ERNIE and DeepSeek
+turn neighbours, the last behind what is not turned: there ``a+b`` is an axis of two parts one behind the other,
+``a*b`` of two parts by turns.
 """
 
 import re
@@ -172,6 +173,27 @@ _PHI3_LAYER: Names = (
     *_linear("mlp.gate_up_proj", "(gate_up:0 ffn)|(gate_up:1 ffn)", "hidden", "gate", "up"),
     *_linear("mlp.down_proj", "hidden", "ffn", "down"),
 )
+_NEIGHBOURS = "first_half*second_half+plain_dim"  # of a head that begins with what is turned
+_NEIGHBOURS_TURNED: Names = (
+    *_norm("input_layernorm", "attn_norm"),
+    *_linear("self_attn.q_proj", f"(kv_heads q_group {_NEIGHBOURS})", "hidden", "q"),
+    *_linear("self_attn.k_proj", f"(kv_heads {_NEIGHBOURS})", "hidden", "k"),
+    *_linear("self_attn.v_proj", _KEY, "hidden", "v"),
+    *_linear("self_attn.o_proj", "hidden", _QUERY, "o"),
+    *_norm("post_attention_layernorm", "mlp_norm"),
+)
+_GLM4_LAYER: Names = (
+    *_NEIGHBOURS_TURNED,
+    *_norm("post_self_attn_layernorm", "attn_post_norm"),
+    *_linear("mlp.gate_up_proj", "(gate_up:0 ffn)|(gate_up:1 ffn)", "hidden", "gate", "up"),
+    *_linear("mlp.down_proj", "hidden", "ffn", "down"),
+    *_norm("post_mlp_layernorm", "mlp_post_norm"),
+)
+_STARCODER2_LAYER: Names = (
+    *_LLAMA_ATTENTION,
+    *_linear("mlp.c_fc", "ffn", "hidden", "up"),
+    *_linear("mlp.c_proj", "hidden", "ffn", "down"),
+)
 _NEOX_QKV = "(kv_heads qkv:0 q_group head_dim)|(kv_heads qkv:1 head_dim)|(kv_heads qkv:2 head_dim)"
 _NEOX_LAYER: Names = (
     *_norm("input_layernorm", "attn_norm"),
@@ -240,11 +262,16 @@ HF_NAMES: Mapping[str, Mapping[Form, Names]] = {
             ("gpt_oss", (*_LLAMA_OUTSIDE, *_under("model.layers.{layer}.", "layer.{layer}.", _GPT_OSS_LAYER))),
             ("olmo2", _OLMO),
             ("olmo3", _OLMO),
-            (
-                "exaone4",
-                (*_LLAMA_OUTSIDE, *_under("model.layers.{layer}.", "layer.{layer}.", _EXAONE4_ATTENTION + _LLAMA_MLP)),
+            *(
+                (family, (*_LLAMA_OUTSIDE, *_under("model.layers.{layer}.", "layer.{layer}.", layer)))
+                for family, layer in (
+                    ("exaone4", _EXAONE4_ATTENTION + _LLAMA_MLP),
+                    ("ernie4_5", _NEIGHBOURS_TURNED + _LLAMA_MLP),
+                    ("glm4", _GLM4_LAYER),
+                    ("phi3", _PHI3_LAYER),
+                    ("starcoder2", _STARCODER2_LAYER),
+                )
             ),
-            ("phi3", (*_LLAMA_OUTSIDE, *_under("model.layers.{layer}.", "layer.{layer}.", _PHI3_LAYER))),
         )
     },
     "gpt2": {"published": _GPT2 + _HEAD, "module": _under("transformer.", "", _GPT2) + _HEAD},
@@ -277,8 +304,9 @@ class HfNames:
             more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
             names = f"{', '.join(missing[:3])}{more}"
             raise InputError.of("model_type", f"{family} has no tensors for {names} of {model.name}")
-        half = graph.sizes.get("rotary_dim", 0) // 2
-        return cls(rows, {**graph.sizes, **FUSED, "first_half": half, "second_half": half}, tied)
+        half, plain = model.rotary_dims // 2, model.head_dim - model.rotary_dims
+        parts = {"first_half": half, "second_half": half, "plain_dim": plain}
+        return cls(rows, {**graph.sizes, **FUSED, **parts}, tied)
 
     @classmethod
     def fitting(cls, family: str, model: ModelSpec, names: Collection[str]) -> "HfNames":
@@ -342,8 +370,8 @@ def _parameters(model: ModelSpec) -> tuple[Mapping[str, Dims], OpGraph]:
 
 def _expanded(table: Sequence[tuple[str, str, str]], model: ModelSpec, dims_of: Mapping[str, Dims]) -> Iterator[Row]:
     """Yield the rows of the tensors that the model has, one per layer and expert."""
-    in_parts = _IN_PARTS if model.latent else dict[str, str]()
     for theirs, axes, ours in table:
+        in_parts = _IN_PARTS if "_half" in axes else dict[str, str]()
         layers = range(model.num_layers if "{layer}" in ours else 1)
         by_expert = "{expert}" in theirs
         experts = range(model.num_experts if by_expert else 1)

@@ -28,7 +28,8 @@ FLAGS: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(
         ("qwen3", "glm4_moe", "dots1", "deepseek_v2", "deepseek_v3"), ("attention_bias", "tie_word_embeddings")
     ),
-    "gpt_oss": ("attention_bias", "tie_word_embeddings"),
+    **dict.fromkeys(("gpt_oss", "glm4", "seed_oss"), ("attention_bias", "tie_word_embeddings")),
+    **dict.fromkeys(("ernie4_5", "starcoder2"), ("use_bias", "tie_word_embeddings")),
 }
 
 
@@ -54,6 +55,8 @@ def configs(draw: st.DrawFn) -> Mapping[str, Any]:
     }
     if not single:
         config |= {"num_key_value_heads": kv_heads, "head_dim": head_dim, "hidden_size": draw(small)}
+    if family == "glm4":  # a half of each head, and pairs of it
+        config["head_dim"] = 2 * head_dim
     if family in ("gpt_neox", "glm4_moe"):
         config["partial_rotary_factor"] = 1.0
     if family.startswith("deepseek") or family == "glm4_moe_lite":

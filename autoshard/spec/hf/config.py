@@ -52,7 +52,8 @@ def _spec_of_text(config: Mapping[str, object], name: str, source: str) -> Model
             reader.only(name_of_field, off, "autoshard does not model this option")
     reader.made(lambda: fp8_block(config))
     reader.only("output_router_logits", (False, None), _BALANCE)
-    reader.only("architectures", ([kind.architecture], [], None), "the architecture of this model_type")
+    named = ([name] for name in (kind.architecture, *kind.former))
+    reader.only("architectures", (*named, [], None), "the architecture of this model_type")
     traits: dict[str, Any] = {"norm": "rms", "gated_mlp": True, "positions": "rotary", "mlp_bias": False, **kind.fixed}
     for option, flags in kind.flags.items():
         if option in reader.defaults:

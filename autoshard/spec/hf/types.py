@@ -39,6 +39,7 @@ class ModelType:
     """
 
     architecture: str
+    former: tuple[str, ...] = ()  # other names of the architecture, in files of the hub
     fixed: Mapping[str, Any] = field(default_factory=dict[str, Any])
     defaults: Mapping[str, Any]
     grouped_heads: bool = True
@@ -84,6 +85,7 @@ _LONG_YARN = {
     "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
     "original_max_position_embeddings": 4096,
 }  # fmt: skip
+_ALL_BIASES = ("qkv_bias", "out_bias", "mlp_bias")
 _PLAIN_MLP = {"norm": "layer", "gated_mlp": False, "mlp_bias": True}
 MODEL_TYPES: Mapping[str, ModelType] = {
     "llama": ModelType(
@@ -250,6 +252,34 @@ MODEL_TYPES: Mapping[str, ModelType] = {
         window="pattern",
         unrotated="beyond the window",
     ),
+    "glm4": ModelType(
+        architecture="Glm4ForCausalLM",
+        fixed={"norm_place": "both"},
+        defaults={
+            "max_position_embeddings": 131072, "num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1.5625e-7,
+            "partial_rotary_factor": 0.5, "attention_bias": True,
+        },
+        flags={**FLAGS, "attention_bias": ("qkv_bias",)},
+    ),
+    "ernie4_5": ModelType(
+        architecture="Ernie4_5ForCausalLM",
+        former=("Ernie4_5_ForCausalLM",),
+        defaults={
+            "max_position_embeddings": 131072, "num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1e-5,
+            "rope_theta": 500000.0, "tie_word_embeddings": True, "use_bias": False,
+        },
+        flags={**FLAGS, "use_bias": _ALL_BIASES},
+    ),
+    "starcoder2": ModelType(
+        architecture="Starcoder2ForCausalLM",
+        fixed={"norm": "layer", "gated_mlp": False},
+        defaults={
+            "max_position_embeddings": 4096, "num_key_value_heads": 2, "rms_norm_eps": 1e-5,
+            "hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True, "use_bias": True,
+        },
+        window="all layers",
+        flags={**FLAGS, "use_bias": _ALL_BIASES},
+    ),
     "phi3": ModelType(
         architecture="Phi3ForCausalLM",
         fixed={"drops_embeddings": False},
@@ -278,13 +308,13 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
     "num_attention_heads": ("n_head",),
     "intermediate_size": ("n_inner",),
     "max_position_embeddings": ("n_positions",),
-    "rms_norm_eps": ("layer_norm_eps", "layer_norm_epsilon"),
+    "rms_norm_eps": ("layer_norm_eps", "layer_norm_epsilon", "norm_epsilon"),
     "hidden_act": ("activation_function", "hidden_activation"),
     "rope_theta": ("rotary_emb_base",),
     "partial_rotary_factor": ("rotary_pct",),
     "num_local_experts": ("num_experts", "n_routed_experts"),
     "rope_type": ("type",),
-    "hidden_dropout": ("resid_pdrop", "embd_pdrop", "residual_dropout"),
+    "hidden_dropout": ("resid_pdrop", "embd_pdrop", "residual_dropout", "embedding_dropout"),
     "attention_dropout": ("attn_pdrop",),
 }
 # Config fields that ModelSpec names itself, read as the type that they have there.

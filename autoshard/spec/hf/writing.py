@@ -29,6 +29,7 @@ _SPELLED: Mapping[str, Mapping[str, str]] = {
     },
     "gemma3_text": {"hidden_act": "hidden_activation"},
     "phi3": {"hidden_dropout": "resid_pdrop"},
+    "starcoder2": {"rms_norm_eps": "norm_epsilon", "hidden_dropout": "residual_dropout"},
     "seed_oss": {"hidden_dropout": "residual_dropout"},
     "gpt_neox": {
         "rms_norm_eps": "layer_norm_eps", "rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"
@@ -81,6 +82,8 @@ def _written(model: ModelSpec, name: str, kind: ModelType) -> Mapping[str, Any]:
     fields |= {config: number for config, number in named.items() if number}
     if name == "gpt2":  # whose class drops a tenth of all that its config does not name
         fields |= {**named, "embd_pdrop": model.hidden_dropout}
+    if name == "starcoder2" and model.hidden_dropout:
+        fields["embedding_dropout"] = model.hidden_dropout
     if kind.fixed.get("positions", "rotary") == "rotary":
         fields |= _rotary(model, kind)
     if model.num_experts:

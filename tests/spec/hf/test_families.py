@@ -2,8 +2,10 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 
+from autoshard.engine.hf_names import HfNames
 from autoshard.graph.decoder import decoder_graph
 from autoshard.graph.kinds.dropout import Drop
 from autoshard.spec.hf.config import spec_from_config
@@ -94,6 +96,40 @@ def test_embeddings_are_whole_where_layers_alone_drop_numbers(family: str, field
     drops = [op.name for block in graph.blocks for op in block.ops if isinstance(op.kind, Drop) and op.pass_ == "F"]
     assert drops == ["attn_drop", "mlp_drop"]
     assert read(family).drops_embeddings
+
+
+# ---------------------------------------------------------------------------------- ERNIE, GLM-4 and StarCoder2
+
+
+@pytest.mark.parametrize(("family", "biased"), [("ernie4_5", False), ("starcoder2", True)])
+def test_one_field_says_whether_all_products_have_biases(family: str, biased: bool):
+    for stated, expected in (({}, biased), ({"use_bias": not biased}, not biased)):
+        model = read(family, **stated)
+        assert (model.qkv_bias, model.out_bias, model.mlp_bias) == (expected,) * 3
+
+
+def test_files_of_ernie_on_the_hub_name_its_architecture_with_one_more_line():
+    assert read("ernie4_5", architectures=["Ernie4_5_ForCausalLM"]) == read("ernie4_5")
+    assert refused("ernie4_5", architectures=["Ernie4_5_MoeForCausalLM"]) == ["architectures"]
+
+
+def test_starcoder2_drops_numbers_of_embeddings_as_of_layers():
+    drops = {"residual_dropout": 0.1, "embedding_dropout": 0.1}
+    model = read("starcoder2", **drops, norm_epsilon=1e-6)
+    assert (model.hidden_dropout, model.drops_embeddings, model.norm_eps) == (0.1, True, 1e-6)
+    assert config_of(model).items() >= {**drops, "norm_epsilon": 1e-6}.items()
+    assert refused("starcoder2", **drops | {"embedding_dropout": 0.2}) == ["embedding_dropout"]
+
+
+def test_neighbours_that_are_turned_become_halves():
+    """Their pair (2, 3) of a head of 8, of which 4 are turned, is ours of the second place of both halves."""
+    model = read("glm4", num_attention_heads=2, hidden_size=16, head_dim=8)
+    weight = np.arange(16.0).repeat(16).reshape(16, 16)
+    names = HfNames.of("glm4", model).patches()["model.layers.0.self_attn.q_proj.weight"]
+    ours = np.zeros((2, 1, 8, 16))
+    for patch in names:
+        ours[patch.place] = patch.view(weight)
+    assert ours[0, 0, :, 0].tolist() == [0, 2, 1, 3, 4, 5, 6, 7]
 
 
 # ------------------------------------------------------------------------------------- layers that turn nothing
