@@ -250,6 +250,7 @@ MIXTURES = {
     "deepseek-v3": (32, "tp=2,pp=8,ep=16,dp=16,recompute=full,stages=8*7/5,fold=tp"),
     "gemma3-1b": (1, "tp=1,pp=1,dp=8"),
     "llama3.2-3b": (1, "tp=1,pp=1,dp=8"),
+    "smollm3-3b": (48, "tp=2,pp=1,dp=192,mbs=3,zero=0"),
     "deepseek-v2": (16, "tp=1,pp=4,ep=32,dp=32,recompute=full"),
     "qwen3-30b-a3b": (8, "tp=1,pp=1,ep=16,dp=64"),
     "gpt-oss-20b": (2, "tp=2,pp=4,ep=2,dp=2,fold=tp"),
