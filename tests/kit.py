@@ -98,6 +98,12 @@ _FAMILIES: Mapping[str, Mapping[str, Any]] = {
             "original_max_position_embeddings": 8,
         },
     },
+    "ministral3": {
+        "num_key_value_heads": 2, "head_dim": 8, "rope_parameters": {
+            "rope_type": "yarn", "factor": 4.0, "beta_fast": 1.5, "beta_slow": 0.25, "rope_theta": 50.0, "mscale": 1.0,
+            "mscale_all_dim": 0.0, "original_max_position_embeddings": 4, "llama_4_scaling_beta": 0.0,
+        },
+    },
     "glm4": {"num_key_value_heads": 2, "head_dim": 8},
     "ernie4_5": {"num_key_value_heads": 2, "head_dim": 8, "use_bias": True, "tie_word_embeddings": False},
     "starcoder2": {"num_key_value_heads": 2, "sliding_window": 3},

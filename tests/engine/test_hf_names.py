@@ -55,6 +55,8 @@ def configs(draw: st.DrawFn) -> Mapping[str, Any]:
     }
     if not single:
         config |= {"num_key_value_heads": kv_heads, "head_dim": head_dim, "hidden_size": draw(small)}
+    if family == "ministral3":
+        config["rope_parameters"] = {"rope_type": "default", "llama_4_scaling_beta": 0.0}
     if family == "glm4":  # a half of each head, and pairs of it
         config["head_dim"] = 2 * head_dim
     if family in ("gpt_neox", "glm4_moe"):

@@ -24,6 +24,7 @@ _NO_LONG_ROPE = (
     "each frequency has a factor of its own, and another one in long sequences. Write null to plan alone: times and "
     "memory are the same, but what would be trained is another model"
 )
+_GROWTH = "llama_4_scaling_beta"  # of queries: 1 + it * log(1 + position // original context)
 _YARN_DEFAULTS = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}  # as in transformers
 _YARN_KEYS = ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate")
 
@@ -44,12 +45,23 @@ def rotary_positions(reader: ConfigReader, kind: ModelType, max_positions: int, 
     defaults = {**older, "rope_type": "default", "original_max_position_embeddings": max_positions, **_YARN_DEFAULTS}
     group = ConfigReader(data, defaults)
     theta, fraction = group.read(float, "rope_theta"), group.read(float, "partial_rotary_factor")
+    if _GROWTH in kind.defaults:
+        _check_growth(reader, group, field)
     scaling = _scaling(group, flat, kind)
     reader.faults.extend(fault.under(field) for fault in group.faults)
     if not {"partial_rotary_factor", "rotary_dim"} & kind.defaults.keys():
         message = f"must be 1, not {fraction}: {kind.architecture} rotates whole heads"
         reader.check(lambda: fraction == 1, ("partial_rotary_factor", f"{field}.partial_rotary_factor"), message)
     return {"rotary_theta": theta, "rotary_fraction": fraction, "rotary_scaling": scaling}
+
+
+def _check_growth(reader: ConfigReader, group: ConfigReader, field: str) -> None:
+    """Refuse queries that grow with their position, which those of an original context do not."""
+    growth, context = group.data.get(_GROWTH), group.data.get("original_max_position_embeddings", "16384")
+    if growth != 0:
+        stated = f"must be 0, not {show_value(growth)}" if group.data else f"missing, and must state {_GROWTH} 0"
+        same = f"queries behind the first {context} positions would grow. With 0 shorter sequences are computed alike"
+        reader.refuse(f"{field}.{_GROWTH}" if group.data else field, f"{stated}: {same}")
 
 
 def _object(reader: ConfigReader, *path: str) -> Mapping[str, object]:
@@ -93,7 +105,8 @@ def _scaling(group: ConfigReader, original: int | None, of_type: ModelType) -> R
         group.check(lambda: False, ("rope_type",), f"{show_value(rope_type)} is not read: {_NO_LONG_ROPE}")
         return None
     kind = group.choice("rope_type", kinds)
-    _no_other_keys(group, group.data, (*_ROTARY_KEYS, *_YARN_KEYS) if kind == "yarn" else _ROTARY_KEYS)
+    more = (_GROWTH, "max_position_embeddings") if _GROWTH in of_type.defaults else ()
+    _no_other_keys(group, group.data, (*_ROTARY_KEYS, *more, *(_YARN_KEYS if kind == "yarn" else ())))
     if kind is None:
         return None
     fields: dict[str, Any] = {"factor": group.read(float, "factor")}

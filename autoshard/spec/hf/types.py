@@ -95,6 +95,14 @@ MODEL_TYPES: Mapping[str, ModelType] = {
     "mistral": ModelType(
         architecture="MistralForCausalLM", defaults={**_MISTRAL, "sliding_window": 4096}, window="all layers"
     ),
+    "ministral3": ModelType(
+        architecture="Ministral3ForCausalLM",
+        defaults={
+            "max_position_embeddings": 262144, "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5,
+            "llama_4_scaling_beta": 0.0,  # stated in rope_parameters
+        },
+        window="all layers",
+    ),
     "mixtral": ModelType(
         architecture="MixtralForCausalLM",
         defaults={**_MISTRAL, "rms_norm_eps": 1e-5, "rope_theta": 1e6, "num_experts_per_tok": 2},
@@ -298,7 +306,7 @@ MODEL_TYPES: Mapping[str, ModelType] = {
     ),
 }  # fmt: skip
 # Types whose config holds that of a model that reads text alone in its field ``text_config``.
-WITH_TEXT_CONFIG: Mapping[str, str] = {"gemma3": "gemma3_text"}
+WITH_TEXT_CONFIG: Mapping[str, str] = {"gemma3": "gemma3_text", "mistral3": "mistral"}
 # Types whose code is that of another: config.json of moonshotai/Kimi-K2 names DeepseekV3ForCausalLM.
 SAME_CODE: Mapping[str, str] = {"kimi_k2": "deepseek_v3"}
 # Other names of fields in GPT-2, GPT-NeoX, Gemma and older Mixtral cards.

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from autoshard.engine.hf_names import HfNames
+from autoshard.errors import InputError
 from autoshard.graph.decoder import decoder_graph
 from autoshard.graph.kinds.dropout import Drop
 from autoshard.spec.hf.config import spec_from_config
@@ -96,6 +97,33 @@ def test_embeddings_are_whole_where_layers_alone_drop_numbers(family: str, field
     drops = [op.name for block in graph.blocks for op in block.ops if isinstance(op.kind, Drop) and op.pass_ == "F"]
     assert drops == ["attn_drop", "mlp_drop"]
     assert read(family).drops_embeddings
+
+
+# ------------------------------------------------------------------------------------------- Ministral 3
+
+
+def test_queries_that_grow_with_their_position_are_refused_with_what_shorter_sequences_need():
+    """The rope_parameters of mistralai/Ministral-3-8B and of Devstral-Small-2."""
+    yarn = {"type": "yarn", "factor": 16.0, "original_max_position_embeddings": 16384, "rope_theta": 1e6}
+    yarn |= {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0}
+    config = {"model_type": "ministral3", **SMALLEST["ministral3"], "rope_parameters": yarn}
+    for growth in ({"llama_4_scaling_beta": 0.1}, {}):
+        (fault,) = faults({**config, "rope_parameters": yarn | growth})
+        assert fault.where == "rope_parameters.llama_4_scaling_beta"
+        assert "behind the first 16384 positions" in fault.message
+    model = read("ministral3", rope_parameters=yarn | {"llama_4_scaling_beta": 0, "max_position_embeddings": 262144})
+    assert model.rotary_scaling and (model.rotary_scaling.kind, model.score_scale) == ("yarn", None)
+    assert refused("llama", rope_parameters=yarn | {"llama_4_scaling_beta": 0.0}) != []
+
+
+def test_the_text_model_of_mistral_small_is_read():
+    """config.json of mistralai/Mistral-Small-3.2-24B-Instruct-2506 holds it beside a vision tower."""
+    text = {"model_type": "mistral", **SMALLEST["mistral"], "sliding_window": None}
+    whole = {"model_type": "mistral3", "architectures": ["Mistral3ForConditionalGeneration"], "text_config": text}
+    assert spec_from_config(whole, name="m", source="test") == read("mistral", sliding_window=None)
+    with pytest.raises(InputError, match=r"text_config.rope_parameters: missing, and must state"):
+        newer = {key: size for key, size in SMALLEST["ministral3"].items() if key != "rope_parameters"}
+        spec_from_config({**whole, "text_config": {"model_type": "ministral3", **newer}}, name="m", source="test")
 
 
 # ---------------------------------------------------------------------------------- ERNIE, GLM-4 and StarCoder2
