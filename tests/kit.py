@@ -104,6 +104,10 @@ _FAMILIES: Mapping[str, Mapping[str, Any]] = {
             "mscale_all_dim": 0.0, "original_max_position_embeddings": 4, "llama_4_scaling_beta": 0.0,
         },
     },
+    "granite": {
+        "num_key_value_heads": 2, "attention_multiplier": 0.3, "embedding_multiplier": 3.0, "residual_multiplier": 0.22,
+        "logits_scaling": 0.5,
+    },
     "glm4": {"num_key_value_heads": 2, "head_dim": 8},
     "ernie4_5": {"num_key_value_heads": 2, "head_dim": 8, "use_bias": True, "tie_word_embeddings": False},
     "starcoder2": {"num_key_value_heads": 2, "sliding_window": 3},

@@ -229,7 +229,7 @@ _HEAD: Names = (("lm_head.weight", "vocab hidden", "head.0.unembed.weight"),)
 HF_NAMES: Mapping[str, Mapping[Form, Names]] = {
     **{
         family: {"published": _LLAMA_LIKE, "module": _LLAMA_LIKE}
-        for family in ("llama", "mistral", "qwen2", "qwen3", "seed_oss", "smollm3", "ministral3")
+        for family in ("llama", "mistral", "qwen2", "qwen3", "seed_oss", "smollm3", "ministral3", "granite")
     },
     **{
         family: {

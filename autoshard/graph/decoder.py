@@ -18,7 +18,7 @@ from autoshard.graph.kinds.linear import Einsum
 from autoshard.graph.kinds.norm import MeanSquare, Norm, Rescale
 from autoshard.graph.kinds.opaque import Opaque
 from autoshard.graph.kinds.optimizer import ClipScale
-from autoshard.graph.kinds.pointwise import Add, Cast, Multiply, Reduce, Unary
+from autoshard.graph.kinds.pointwise import Add, Cast, Multiply, Reduce, ScaleBy, Unary
 from autoshard.graph.kinds.sinks import SinkAttend
 from autoshard.graph.mlps import SHARED, emit_linear, mixture, mlp
 from autoshard.graph.op import Dims
@@ -103,7 +103,7 @@ def num_slots(model: ModelSpec, num_tokens: int, expert_capacity: float | None) 
 def _embed_block(model: ModelSpec, workload: Workload, kernels: Kernels) -> Block:
     b = BlockBuilder(workload.precision, workload.optimizer)
     tokens = b.input("tokens", ("batch", "seq"), "int64")
-    scale = math.sqrt(model.hidden) if model.scaled_embeddings else 1.0
+    scale = model.embedding_scale * (math.sqrt(model.hidden) if model.scaled_embeddings else 1.0)
     x = b.emit("embed", Lookup(scale=scale), b.weight("embed.weight", "vocab", "hidden"), tokens)
     if model.positions == "learned":
         where = (b.input("positions", ("seq",), "int64"), *_document_starts(b, workload))
@@ -122,7 +122,7 @@ def _layer_block(whole: ModelSpec, kind: str, workload: Workload, kernels: Kerne
     b = BlockBuilder(workload.precision, workload.optimizer)
     x = b.deliver_as(b.add("x", _RESIDUAL), "block_in")
     attended = _norm_after(b, model, "attn_post_norm", _attention(b, model, workload, x))
-    attended = _dropped(b, model, "attn_drop", attended)
+    attended = _dropped(b, model, "attn_drop", _scaled(b, "attn_scale", attended, model.residual_scale))
     after = b.deliver_as(b.emit("attn_add", Add(), x, attended), "mlp_residual")
     source = x if model.parallel_residual else after
     drops = workload.expert_capacity is not None
@@ -133,7 +133,8 @@ def _layer_block(whole: ModelSpec, kind: str, workload: Workload, kernels: Kerne
     else:
         mlp_output = _written_mlp(b, model, normed, whole.ffn_dim(kind))
     mlp_output = _norm_after(b, model, "mlp_post_norm", mlp_output)
-    y = b.emit("mlp_add", Add(), after, _dropped(b, model, "mlp_drop", mlp_output))
+    mlp_output = _dropped(b, model, "mlp_drop", _scaled(b, "mlp_scale", mlp_output, model.residual_scale))
+    y = b.emit("mlp_add", Add(), after, mlp_output)
     gives = (y, *add_router_losses(b, workload))
     return finish(b, kind, kernels, takes=(x,), gives=gives, repeat=whole.layer_counts[kind])
 
@@ -152,7 +153,8 @@ def _written_mlp(b: BlockBuilder, model: ModelSpec, x: str, ffn: str) -> str:
 def _head_block(model: ModelSpec, workload: Workload, kernels: Kernels) -> Block:
     b = BlockBuilder(workload.precision, workload.optimizer)
     x = b.deliver_as(b.add("x", _RESIDUAL), "head_in")
-    normed = b.deliver_as(_norm(b, model, "final_norm", x, "hidden"), "unembed_in")
+    normed = _scaled(b, "logit_scale", _norm(b, model, "final_norm", x, "hidden"), 1 / model.logit_divisor)
+    normed = b.deliver_as(normed, "unembed_in")
     weight = b.weight("unembed.weight", "vocab", "hidden")
     logits = b.emit("unembed", Einsum(dims=("batch", "seq", "vocab")), normed, weight)
     return _with_loss(b, model, kernels, (x, logits))
@@ -318,6 +320,10 @@ def _latent_heads(b: BlockBuilder, model: ModelSpec, workload: Workload, x: str)
 def _narrow(b: BlockBuilder, model: ModelSpec, latent: LatentAttention, name: str, x: str) -> str:
     down = emit_linear(b, f"{name}_down", x, (f"latent_{name}",), ("hidden",), bias=model.qkv_bias)
     return _norm(b, model, f"{name}_down_norm", down, f"latent_{name}", latent.norm_eps)
+
+
+def _scaled(b: BlockBuilder, name: str, x: str, factor: float) -> str:
+    return x if factor == 1 else b.emit(name, ScaleBy(factor=factor), x)
 
 
 def _dropped(b: BlockBuilder, model: ModelSpec, name: str, x: str) -> str:

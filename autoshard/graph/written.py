@@ -16,7 +16,7 @@ from autoshard.graph.kinds.indexing import Lookup
 from autoshard.graph.kinds.linear import Deliver, Einsum
 from autoshard.graph.kinds.norm import MeanSquare, Norm, Rescale, Softmax
 from autoshard.graph.kinds.opaque import Opaque
-from autoshard.graph.kinds.pointwise import Add, Cast, Multiply, Unary
+from autoshard.graph.kinds.pointwise import Add, Cast, Multiply, ScaleBy, Unary
 from autoshard.graph.op import OpKind
 from autoshard.spec.files import parsed_json
 from autoshard.spec.record import decode, encode
@@ -28,7 +28,7 @@ _KINDS: Mapping[str, type[OpKind]] = {
     kind.__name__: kind
     for kind in (
         Add, Attend, Cast, Combine, Deliver, Dispatch, Drop, Einsum, Join, Lookup, MeanSquare, Multiply, Norm, Opaque,
-        Rescale, Rotary, Slot, Softmax, TopK, Unary,
+        Rescale, Rotary, ScaleBy, Slot, Softmax, TopK, Unary,
     )
 }  # fmt: skip
 

@@ -46,7 +46,10 @@ TAKEN = tuple(Tensor(name=name, dims=dims, dtype="fp32") for name, dims in (("q"
 MADE = tuple(Tensor(name=name, dims=dims, dtype="fp32") for name, dims in (("o", QUERY), ("l", QUERY[:-1])))
 
 
-OPTIONS = ("no option", "query and key norm", "part of a head turned", "learned positions", "window", "experts")
+OPTIONS = (
+    "no option", "query and key norm", "part of a head turned", "learned positions", "window", "experts",
+    "scaled embeddings, residuals and logits",
+)  # fmt: skip
 CARDS = ("deepseek-v2", "deepseek-v3", "gpt-oss-120b", "olmo2-13b")  # with kinds of operations that no option has
 SMALL = small_models()
 MODELS = {name: SMALL[name] for name in (*OPTIONS, *CARDS)} | {

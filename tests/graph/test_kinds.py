@@ -25,7 +25,7 @@ from autoshard.graph.kinds.linear import Deliver, Einsum
 from autoshard.graph.kinds.norm import MeanSquare, Norm, Rescale, Softmax
 from autoshard.graph.kinds.opaque import Opaque
 from autoshard.graph.kinds.optimizer import AdamW, ClipScale, Sgd, SquareSum
-from autoshard.graph.kinds.pointwise import Add, Cast, ClampedGlu, Function, Multiply, Reduce, Unary
+from autoshard.graph.kinds.pointwise import Add, Cast, ClampedGlu, Function, Multiply, Reduce, ScaleBy, Unary
 from autoshard.graph.kinds.router import RouterBalance, RouterLoad, RouterZ
 from autoshard.graph.kinds.sinks import SinkAttend
 from autoshard.graph.op import DIMS, Array, Call, Differentiable, Dims, Op, OpKind
@@ -312,6 +312,7 @@ CASES: Mapping[str, Case] = {
     "sinks": with_sinks(attention()),
     "sinks of documents in a window": with_sinks(attention(window=2, apart=True)),
     "sinks of an attention that drops": with_sinks(attention(dropped=0.4)),
+    "scale": Case(ScaleBy(factor=0.3), (X,), lambda x, _: 0.3 * x),
     "clamped glu": Case(ClampedGlu(limit=0.6, slope=1.7), (X, X), reference_clamped_glu(0.6, 1.7)),
     "attend to a document": attention(apart=True),
     "attend to a document in a window": attention(window=2, apart=True),
@@ -478,7 +479,7 @@ HEADS_PRODUCT = (2 * TH * 7 * 11 * 4, 0)
 EXPECTED: Mapping[str, tuple[int, int]] = {  # matrix FLOPs, vector FLOPs
     **dict.fromkeys(("a product with heads", "a product back from heads"), HEADS_PRODUCT),
     "a product per expert": (2 * E * 23 * 17 * H, 0),
-    **dict.fromkeys((*UNARY, "multiply", "sum", "cast"), (0, TH)),
+    **dict.fromkeys((*UNARY, "multiply", "scale", "sum", "cast"), (0, TH)),
     **dict.fromkeys(("add", "add a bias", "subtract"), (0, TH)),
     "maximum": (0, T * 37),
     "softmax": (0, 4 * T * K),

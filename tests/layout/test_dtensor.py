@@ -22,7 +22,7 @@ from autoshard.graph.kinds.indexing import Lookup, Pick, ScatterAdd
 from autoshard.graph.kinds.linear import Einsum
 from autoshard.graph.kinds.norm import Norm, NormGradient, NormWeightGradient, Softmax, SoftmaxGradient
 from autoshard.graph.kinds.optimizer import Accumulate
-from autoshard.graph.kinds.pointwise import Add, Cast, Multiply, Reduce, Repeat, Unary, UnaryGradient
+from autoshard.graph.kinds.pointwise import Add, Cast, Multiply, Reduce, Repeat, ScaleBy, Unary, UnaryGradient
 from autoshard.graph.op import Differentiable, Dims, Op, OpKind, Tensor, Update
 from tests.slower import each_third_is_fast
 
@@ -81,6 +81,7 @@ CASES: Mapping[str, Case] = {
     "negate": Case(Unary(function="negate"), [X], ATEN.neg),
     "silu gradient": Case(UnaryGradient(function="silu"), [X, X], ATEN.silu_backward),
     "multiply": Case(Multiply(), [X, X], ATEN.mul),
+    "scale": Case(ScaleBy(factor=0.3), [X], lambda x: ATEN.mul(x, 0.3)),
     "add": Case(Add(), [X, X], ATEN.add),
     "subtract": Case(Add(sign=-1), [X, X], ATEN.sub),
     "bias": Case(Add(), [X, "hidden"], ATEN.add),

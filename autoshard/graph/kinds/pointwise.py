@@ -113,6 +113,27 @@ class Multiply(Differentiable):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ScaleBy(Differentiable):
+    """A tensor times a number."""
+
+    engines: ClassVar[tuple[str, ...]] = ("torch",)
+    by_token: ClassVar[bool | None] = True
+    owns_result: ClassVar[bool] = True
+
+    factor: float
+
+    def evaluate(self, call: Call, *arrays: Array) -> tuple[Array, ...]:
+        return (arrays[0] * self.factor,)
+
+    def linear_through(self) -> Mapping[int, tuple[int, ...]]:
+        return {0: (0,)}
+
+    def gradient(self, inputs: Sequence[Tensor], needed: Sequence[int]) -> tuple[GradientStep, ...]:
+        """Scale the gradient likewise."""
+        return (GradientStep(kind=self, reads=("d0",), gives=(0,)),)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ClampedGlu(Differentiable):
     """(up + 1) * gate * sigmoid(slope * gate): inputs are gate, at most the limit, and up, between it and its negative.
 

@@ -1,7 +1,6 @@
 """Make a ModelSpec from a Hugging Face ``config.json``."""
 
 from collections.abc import Mapping
-from dataclasses import MISSING
 from typing import Any, cast
 
 from autoshard.errors import InputError, inside
@@ -45,8 +44,7 @@ def spec_from_config(config: Mapping[str, object], *, name: str, source: str) ->
 
 def _spec_of_text(config: Mapping[str, object], name: str, source: str) -> ModelSpec:
     kind = _kind_of(config)
-    usual = {name: field.default for name, field in NAMED_FIELDS.items() if field.default is not MISSING}
-    reader = ConfigReader(config, {**usual, **SHARED_DEFAULTS, **kind.defaults})
+    reader = ConfigReader(config, {**SHARED_DEFAULTS, **kind.defaults})
     for name_of_field, off in UNMODELLED.items():
         if name_of_field not in kind.defaults:
             reader.only(name_of_field, off, "autoshard does not model this option")
@@ -62,7 +60,11 @@ def _spec_of_text(config: Mapping[str, object], name: str, source: str) -> Model
             reader.only(option, (kind.fixed.get(flags[0], False), None), f"{kind.architecture} has no other value")
     traits |= {
         "activation": reader.choice("hidden_act", ACTIVATIONS),
-        **{field.name: reader.read(cast(type[Any], field.type), name) for name, field in NAMED_FIELDS.items()},
+        **{
+            field.name: reader.read(cast(type[Any], field.type), name)
+            for name, field in NAMED_FIELDS.items()
+            if name in reader.defaults
+        },
         **_sizes(reader, kind),
         **_latent(reader, kind),
     }
@@ -140,6 +142,9 @@ def _latent(reader: ConfigReader, kind: ModelType) -> dict[str, LatentAttention 
 
 def _score_scale(reader: ConfigReader, kind: ModelType, head_dim: int) -> dict[str, float]:
     scalar = reader.read(float, "query_pre_attn_scalar") if "query_pre_attn_scalar" in kind.defaults else head_dim
+    if "attention_multiplier" in kind.defaults:
+        factor = reader.read(float, "attention_multiplier")
+        scalar = factor**-2 if factor > 0 else factor
     return {"query_scalar": scalar} if scalar != head_dim else {}
 
 

@@ -24,7 +24,7 @@ _BLAMED: Mapping[str, tuple[str, ...]] = {
     "vocab": ("vocab_size",),
     "max_positions": ("max_position_embeddings",),
     "rotary_theta": ("rope_theta", "rope_scaling", "rope_parameters"),
-    "query_scalar": ("query_pre_attn_scalar",),
+    "query_scalar": ("query_pre_attn_scalar", "attention_multiplier"),
     "rotary_fraction": ("partial_rotary_factor", "rope_scaling", "rope_parameters"),
     "num_experts": ("num_local_experts",),
     "experts_per_token": ("num_experts_per_tok", "num_local_experts"),

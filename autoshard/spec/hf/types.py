@@ -288,6 +288,13 @@ MODEL_TYPES: Mapping[str, ModelType] = {
         window="all layers",
         flags={**FLAGS, "use_bias": _ALL_BIASES},
     ),
+    "granite": ModelType(
+        architecture="GraniteForCausalLM",
+        defaults={
+            "max_position_embeddings": 2048, "attention_bias": False, "mlp_bias": False, "attention_multiplier": 1.0,
+            "embedding_multiplier": 1.0, "residual_multiplier": 1.0, "logits_scaling": 1.0,
+        },
+    ),
     "phi3": ModelType(
         architecture="Phi3ForCausalLM",
         fixed={"drops_embeddings": False},

@@ -91,6 +91,8 @@ def _written(model: ModelSpec, name: str, kind: ModelType) -> Mapping[str, Any]:
         fields |= {option: stated for option, stated in _router(model, kind).items() if option in kind.defaults}
     if "query_pre_attn_scalar" in kind.defaults:  # a whole number there
         fields["query_pre_attn_scalar"] = round(model.query_scalar or model.head_dim)
+    if "attention_multiplier" in kind.defaults:
+        fields["attention_multiplier"] = (model.query_scalar or model.head_dim) ** -0.5
     if "swiglu_limit" in kind.defaults and model.glu_limit:
         fields |= {"swiglu_limit": model.glu_limit, "swiglu_alpha": model.glu_slope}
     fields |= {**_layers(model, kind), **_unrotated(model, kind)}

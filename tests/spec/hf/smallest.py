@@ -47,6 +47,7 @@ SMALLEST: dict[str, dict[str, Any]] = {
     "exaone4": SIZES | {"num_attention_heads": 32},
     "ministral3": SIZES
     | {"num_attention_heads": 8, "rope_parameters": {"rope_type": "default", "llama_4_scaling_beta": 0.0}},
+    "granite": SIZES,
     "glm4": SIZES,
     "ernie4_5": SIZES,
     "starcoder2": SIZES,

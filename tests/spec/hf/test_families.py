@@ -126,6 +126,19 @@ def test_the_text_model_of_mistral_small_is_read():
         spec_from_config({**whole, "text_config": {"model_type": "ministral3", **newer}}, name="m", source="test")
 
 
+# ------------------------------------------------------------------------------------------------- Granite
+
+
+def test_multipliers_of_granite_scale_embeddings_scores_residuals_and_logits():
+    stated = {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "logits_scaling": 16.0}
+    model = read("granite", **stated, attention_multiplier=0.0078125)
+    assert (model.embedding_scale, model.residual_scale, model.logit_divisor) == (12.0, 0.22, 16.0)
+    assert model.score_scale == 0.0078125 and config_of(model).items() >= stated.items()
+    assert read("granite").score_scale == 1.0 and read("llama", **stated) == read("llama")
+    for field in (*stated, "attention_multiplier"):
+        assert refused("granite", **{field: 0.0}) == [field]
+
+
 # ---------------------------------------------------------------------------------- ERNIE, GLM-4 and StarCoder2
 
 

@@ -36,6 +36,7 @@ from autoshard.graph.kinds.pointwise import (
     Multiply,
     Reduce,
     Repeat,
+    ScaleBy,
     Unary,
     UnaryGradient,
 )
@@ -282,6 +283,7 @@ def _cast(kind: Cast, call: Call, context: KernelContext) -> Kernel:
 register_kernels({
     Unary: lambda kind, call, context: lambda x: (_VALUES[kind.function](x),),
     UnaryGradient: lambda kind, call, context: lambda upstream, x: (_GRADIENTS[kind.function](upstream, x),),
+    ScaleBy: lambda kind, call, context: lambda x: (x * kind.factor,),
     Multiply: _multiply, Add: _add, Reduce: _reduce, Repeat: _repeat, Cast: _cast,
     Norm: _norm, NormGradient: _norm_gradient, NormWeightGradient: _norm_weight_gradient,
     MeanSquare: _mean_square, MeanSquareGradient: _mean_square_gradient, Rescale: _rescale,
