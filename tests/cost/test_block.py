@@ -53,7 +53,7 @@ class TestMessages:
             many = setting(question, f"tp=2,dp=4,sp={sp}")
             rings = {atoms: Ring(size=1, bandwidth_bytes_per_s=1e9, latency_s=0.0) for atoms in many.rings}
             here = replace(alone, atoms=dict.fromkeys(alone.atoms, 1), rings=rings)
-            for kind in ("embed", "layer", "head"):
+            for kind in ("embed", *question.model.layer_counts, "head"):
                 sharded = many.blocks.block(kind, NO_WORK)
                 cost = block_price(sharded, sharded, here, question.rates)
                 assert sum(cost.part_s(part) for part in COMMUNICATION) == sum(cost.sent_bytes.values()) == 0

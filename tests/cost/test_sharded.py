@@ -44,7 +44,7 @@ def over(counter, axis):
 @pytest.mark.parametrize("model", rest_is_slow(reversed(distinct_models()), 4, 4))
 @pytest.mark.parametrize("sp", [False, True])
 def test_messages_and_weights_speak_of_tensors_and_atoms_that_there_are(model, sp):
-    for kind in ("embed", "layer", "head"):
+    for kind in ("embed", *load_model(model).layer_counts, "head"):
         block, sharding = sharded(model, sp=sp, kind=kind)
         for message in sharding.messages:
             tensor, collective = block.tensors[message.tensor], message.collective
