@@ -18,6 +18,7 @@ from autoshard.search.ask.python_words import python_words
 PlanLike = Plan | str | Path  # a plan, or the path of its file
 
 
+@python_words()
 def load(path: str | Path) -> Plan:
     """Read a plan file, with a prediction of this version.
 
@@ -26,6 +27,7 @@ def load(path: str | Path) -> Plan:
     return _checked(path).plan
 
 
+@python_words()
 def explain(plan: PlanLike, *, why_not: Mapping[str, Any] | str | None = None) -> Account:
     """Show where the time and memory of a plan go, every operation, and the next best plans.
 
@@ -61,6 +63,7 @@ def explain(plan: PlanLike, *, why_not: Mapping[str, Any] | str | None = None) -
     return Account(tuple(why_not_sheets(read, answer, Node(data))), data)
 
 
+@python_words()
 def compare(a: PlanLike, b: PlanLike) -> Account:
     """Say which of two plans is predicted to be faster, and why: ``b`` against ``a``.
 
@@ -80,6 +83,7 @@ def compare(a: PlanLike, b: PlanLike) -> Account:
     return Account(tuple(comparison_sheets(difference, Node(data), (names[0], names[1]))), data)
 
 
+@python_words()
 def verify(plan: PlanLike) -> Account:
     """Prove on virtual ranks that the sharding of a plan computes what the unsharded model computes.
 
@@ -97,6 +101,7 @@ def verify(plan: PlanLike) -> Account:
     return Account(tuple(verdict.sheets("plan" if isinstance(plan, Plan) else str(plan))), verdict.figures)
 
 
+@python_words()
 def report(*plans: PlanLike, run: str | Path | None = None, out: str | Path = "report.html") -> Path:
     """Draw plans, and a run of the first, as one page of HTML; return its path."""
     from autoshard.commands.report import draw_page
@@ -154,6 +159,7 @@ def import_(
     return Account(tuple(log_sheets(answers, Node(data), following, ("", ""))), data)
 
 
+@python_words()
 def export(plan: PlanLike, to: str) -> Account:
     """Return a plan as a configuration of another program; ``data["text"]`` is its file.
 
@@ -167,7 +173,7 @@ def export(plan: PlanLike, to: str) -> Account:
     from autoshard.report.interchange import export_json, export_sheets
 
     programs = {program.name: program for program in PROGRAMS if program.name in get_args(ExportName)}
-    require((to in programs, "to", f"{to!r} is not known. {nearest(to, tuple(programs))}"))
+    require((to in programs, "to", f"{to!r} is not known. {nearest(str(to), tuple(programs))}"))
     checked, program = _checked(plan), programs[to]
     read = checked.plan
     require(*export_checks(read, program, "plan", "to"))

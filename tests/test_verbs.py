@@ -8,6 +8,7 @@ import pytest
 import autoshard
 from autoshard.cli import main
 from autoshard.errors import InputError, NoPlan, RunFailed
+from autoshard.search.ask.api import Cost, Search
 from autoshard.spec.cluster_catalogue import load_cluster
 from tests.imports.logs.published import LOGS
 from tests.slower import rest_is_slow
@@ -100,6 +101,15 @@ def test_a_plan_that_cannot_run_is_refused_with_its_reason(plan_file: Path) -> N
         ({"fix": {"tensor": 8}}, "Did you mean tp?"),
         ({"price": "much"}, "price: 'much' is not a price"),
         ({"workload": 4}, "workload: must be a Workload, not 4. Name the others: nodes=4"),
+        ({"nodes": 0, "top": 0, "seq_len": "2k"}, "nodes: .*\nseq_len: .*\ntop: "),
+        ({"cluster": None}, "cluster: must be a Cluster, a name or a path, not None"),
+        ({"precision": ""}, "precision: '' is not a precision"),
+        ({"precision": 8}, "precision: must be number formats in words, as 'bf16', not 8"),
+        ({"search": {}}, "search: must be a Search, not {}"),
+        ({"cost": "mine.json"}, "cost: must be a Cost or a Calibration, not 'mine.json'"),
+        ({"choose": 0}, "choose: must be fastest, .* or a number up to 100, not 0"),
+        ({"search": Search(layouts={"up": "[batch/zz]"})}, r"layouts=\{'up': ...\}: unknown atom 'zz'"),
+        ({"cluster": load_cluster("local"), "nodes": 4}, "nodes: no link joins 4 nodes"),
     ],
 )
 def test_faults_are_said_in_the_words_of_python(options: dict[str, object], message: str) -> None:
@@ -154,7 +164,7 @@ def test_values_of_other_kinds_are_refused_by_the_name_of_their_argument(plan_fi
     result = autoshard.plan("tiny-llama", "local", fix={"tp": 2, "pp": 1, "mbs": 8})
     calls = {
         "fix: must be keys with values": lambda: autoshard.plan("tiny-llama", "local", fix=["tp=2"]),  # type: ignore[arg-type]
-        "choose.best: there is no such answer": lambda: autoshard.plan("tiny-llama", "local", choose="best"),
+        "choose: must be fastest, .* not 'best'": lambda: autoshard.plan("tiny-llama", "local", choose="best"),
         "plan: must be a plan, or its path, .*result.plan": lambda: autoshard.explain(result),  # type: ignore[arg-type]
         "plan: must be a plan, or its path, not a value of NoneType": lambda: autoshard.verify(None),  # type: ignore[arg-type]
         "why_not: must be keys with values": lambda: autoshard.explain(plan_file, why_not=3),  # type: ignore[arg-type]
@@ -182,3 +192,31 @@ def test_what_is_false_or_none_is_as_on_a_command_line_without_it(tmp_path: Path
     assert training["eval"]["keep_best"] is False and training["steps"] == 1
     with pytest.raises(InputError, match="--stepz: unknown option"):
         autoshard.run("tiny-text", stepz=None, out=out)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"model": "llama3.2-1b", "cluster": "trn2.48xlarge", "objective": "memory"}, ["--objective", "memory"]),
+        ({"model": "llama3-8b", "cluster": "trn2.48xlarge", "fix": {"lnc": 1, "tp": 8}}, ["--fix", "lnc=1,tp=8"]),
+        ({"model": "tiny-llama", "cluster": "local", "choose": 5}, ["--choose", "5"]),
+    ],
+)
+def test_a_question_of_python_has_the_plan_of_the_command(
+    options: dict[str, str], words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["plan", options["model"], "--cluster", options["cluster"], *words, "--out", "command.json"]) == 0
+    path = autoshard.plan(**options).save("python.json")  # pyright: ignore
+    assert path.read_bytes() == Path("command.json").read_bytes()
+
+
+def test_an_engine_is_named_and_runners_up_are_counted_by_numbers() -> None:
+    few = {"seq_len": 2048, "global_batch": 8, "fix": "tp=1,pp=1"}
+    result = autoshard.plan("tiny-llama", "trn2.48xlarge", search=Search(engine="torch"), **few)  # pyright: ignore
+    assert result.plan.engine == "torch" and result.named(2) == result.named("2")
+    for part, options in ((Search, {"engine": "x"}), (Search, {"rules": ["x"]}), (Cost, {"calibration": "x"})):
+        with pytest.raises(InputError, match=next(iter(options))):
+            part(**options)  # pyright: ignore
+    with pytest.raises(InputError, match=r"why_not=\{'tpp': 2\}: unknown key"):
+        autoshard.explain(result.plan, why_not={"tpp": 2})

@@ -33,8 +33,9 @@ from autoshard.report.brief import brief_sheets
 from autoshard.report.plan_sheets import frontier_sheets, plan_sheets, rejections_sheet
 from autoshard.report.sheet import Sheet, Words
 from autoshard.report.structured import answers_json, candidate_json, frontier_json, total_json
-from autoshard.search.ask.answers import NAMES, PlanResult, answers_of
+from autoshard.search.ask.answers import MOST_PLANS, NAMES, NUMBERS, PlanResult, answers_of, num_searched
 from autoshard.search.ask.api import request_of
+from autoshard.search.ask.arguments import Brought
 from autoshard.search.ask.choice.doubt import DOUBT, Within
 from autoshard.search.ask.no_plan import better_sizes, unanswered, why_none_yet
 from autoshard.search.ask.planner import Known, SearchResult, frontier, search
@@ -44,9 +45,7 @@ from autoshard.spec.model import ModelSpec
 from autoshard.spec.recipe import Pins, QuestionOptions
 from autoshard.units import counted, format_bytes, format_seconds
 
-_PLANS = 3  # that are shown
-_MOST_PLANS = 100  # every plan that is shown is predicted in full, a few milliseconds each
-_NUMBERS = tuple(map(str, range(1, _MOST_PLANS + 1)))  # of runners-up
+SHOWN = 3  # plans, where --top does not say how many
 _LONGEST_S = 10**6
 
 
@@ -95,11 +94,11 @@ class SearchOptions:
             (question.model is not None or module is not None, "--model", message),
             (question.model is None or module is None, "--module", "is the model; leave out --model"),
         )
-        model = _read_off(module, question) if module else None
+        brought = Brought(model=_read_off(module, question)) if module else None
         if len(nodes) > 1:  # one workload on all of them, so that their plans can be compared
-            work = request_of(question, max(nodes), model).workload
+            work = request_of(question, max(nodes), brought).workload
             question = replace(question, seq_len=work.seq_len, global_batch=work.global_batch)
-        return [self.applied(request_of(question, number, model)) for number in nodes or (1,)]
+        return [self.applied(request_of(question, number, brought)) for number in nodes or (1,)]
 
     def applied(self, request: Request) -> Request:
         """Return a request with these options."""
@@ -150,7 +149,7 @@ def plan(
     checks = place_checks(to.out)
     require(*idle_options(stated), *selection_checks(nodes, choose, top, several_nodes=pareto), *checks)
     to.refuse_to_replace(like, searches=at is None)
-    selection = num_searched(choose, top), choose
+    selection = num_searched(choose, top or SHOWN), choose
     if like is not None:
         return _answer_again(like, request_like(like, question, nodes, options.applied), options, to, selection)
     if several or to.deadline or to.budget:
@@ -171,17 +170,12 @@ def selection_checks(
     nodes: Counts, choose: str | None, top: int | None, *, several_nodes: bool = False
 ) -> tuple[Check, ...]:
     """Check the options that say which answers there are; ``several_nodes`` may be named where a frontier is shown."""
-    names = f"type {', '.join(NAMES)}, or a number up to {_MOST_PLANS}"
+    names = f"type {', '.join(NAMES)}, or a number up to {MOST_PLANS}"
     return (
         (several_nodes or len(nodes) <= 1, "--nodes", "takes several numbers with --pareto only; name one"),
-        (top is None or 1 <= top <= _MOST_PLANS, "--top", f"must be 1 to {_MOST_PLANS}, not {top}"),
-        (choose is None or choose in (*NAMES, *_NUMBERS), f"--choose {choose}", names),
+        (top is None or 1 <= top <= MOST_PLANS, "--top", f"must be 1 to {MOST_PLANS}, not {top}"),
+        (choose is None or choose in (*NAMES, *NUMBERS), f"--choose {choose}", names),
     )
-
-
-def num_searched(choose: str | None, top: int | None) -> int:
-    """Return how many of the best layouts a search looks for."""
-    return max(_PLANS if top is None else top, int(choose) if choose in _NUMBERS else 1)
 
 
 def _of_machines(

@@ -20,6 +20,7 @@ from autoshard.plan.folding import unfolded
 from autoshard.plan.recompute import Recompute
 from autoshard.plan.rules.columns import Engine
 from autoshard.search.ask.api import request_of
+from autoshard.search.ask.arguments import Brought
 from autoshard.search.bound.request import MOST_RANKS, Request, resolved
 from autoshard.spec.cluster import Cluster
 from autoshard.spec.cluster_catalogue import cluster_names, load_cluster
@@ -181,7 +182,7 @@ class _QuestionBuilder:
             precision=work["precision"], headroom=self.options.headroom, calibration=self.options.calibration,
             release=self.options.release, **self._router_losses(facts),
         )  # fmt: skip
-        request = request_of(stated, cluster.num_nodes, self.model)
+        request = request_of(stated, cluster.num_nodes, Brought(model=self.model))
         request = replace(request, cluster=cluster, other_lnc=())
         capacity = facts.get("work.expert_capacity") if self.model.num_experts else None
         request = replace(request, workload=replace(request.workload, expert_capacity=capacity))

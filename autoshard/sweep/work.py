@@ -29,6 +29,7 @@ from autoshard.plan.codec import dump, load, plan_hash
 from autoshard.plan.plan import Plan
 from autoshard.run.reports import losses_of
 from autoshard.search.ask.api import request_of
+from autoshard.search.ask.arguments import Brought
 from autoshard.search.ask.choice.doubt import DOUBT
 from autoshard.search.ask.no_plan import unanswered
 from autoshard.search.ask.planner import search
@@ -110,7 +111,7 @@ def _planned(job: SweepJob) -> Iterator[tuple[SweepPoint, Plan | None]]:
         return
     recipe = job.points[0].recipe
     module = job.points[0].module
-    request = request_of(recipe.question, recipe.nodes, _read_off(module, recipe) if module else None)
+    request = request_of(recipe.question, recipe.nodes, Brought(model=_read_off(module, recipe)) if module else None)
     count = max(point.choice for point in job.points)
     result = search(request, count, simple_within=DOUBT if count == 1 and request.objective == "time" else None)
     if not result.plans:

@@ -6,10 +6,11 @@ from dataclasses import dataclass, fields, replace
 
 from autoshard.command_line.options import Counts, options_of
 from autoshard.command_line.reading import read_options
-from autoshard.commands.plan import SearchOptions, num_searched, plan, selection_checks
+from autoshard.commands.plan import SHOWN, SearchOptions, plan, selection_checks
 from autoshard.commands.writing.here import on_this_machine
 from autoshard.commands.writing.target import token_total
 from autoshard.errors import InputError, inside, require
+from autoshard.search.ask.answers import num_searched
 from autoshard.search.bound.request import Request
 from autoshard.spec.model_catalogue import model_names
 from autoshard.spec.recipe import QuestionOptions
@@ -103,9 +104,8 @@ def read_question(words: list[str]) -> PaneQuestion:
     with inside(""):
         total = token_total(tokens) if tokens is not None else None
     (request,) = options.requests(on_this_machine(question), nodes)
-    return PaneQuestion(
-        request=request, options=options, num_plans=num_searched(choose, top), choose=choose, total_tokens=total
-    )
+    count = num_searched(choose, top or SHOWN)
+    return PaneQuestion(request=request, options=options, num_plans=count, choose=choose, total_tokens=total)
 
 
 def controls_of(question: QuestionOptions, nodes: Counts, tokens: str | None, choose: str | None) -> Controls:

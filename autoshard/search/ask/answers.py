@@ -21,6 +21,8 @@ from autoshard.units import counted, format_at_most, format_bytes, format_count,
 
 FASTEST, SMALLEST, SIMPLE, VENDOR, FSDP, OTHER = "fastest", "smallest", "simple", "vendor", "fsdp", "other"
 NAMES = (FASTEST, SMALLEST, SIMPLE, VENDOR, FSDP, OTHER)
+MOST_PLANS = 100  # every plan that is shown is predicted in full, a few milliseconds each
+NUMBERS = tuple(map(str, range(1, MOST_PLANS + 1)))  # of runners-up
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -53,25 +55,26 @@ class PlanResult:
         """The best plans of the next best layouts, best first."""
         return tuple(answer.plan for answer in self.answers if answer.name.isdecimal())
 
-    def named(self, name: str) -> Answer:
-        """Return an answer by its name; ``1`` is the first."""
+    def named(self, name: str | int) -> Answer:
+        """Return an answer by its name, or a runner-up by its number; ``1`` is the first."""
+        name = str(name)
         by_name = {"1": self.answers[0], **{answer.name: answer for answer in self.answers}}
         if name not in by_name:
             what = f" ({self.no_vendor})" if name == VENDOR and self.no_vendor else ""
             raise InputError.of(name, f"there is no such answer{what}. There are {', '.join(list(by_name)[1:])}")
         return by_name[name]
 
-    def runnable(self, name: str) -> Answer:
+    def runnable(self, name: str | int) -> Answer:
         """Return an answer by its name, unless it has a reason against running it."""
         answer = self.named(name)
         if answer.against:
             raise NoPlan(f"the {name}'s layout {answer.plan.candidate} may not be run: {'; '.join(answer.against)}")
         return answer
 
-    def save(self, path: str | Path, choose: str | None = None, *, force: bool = False) -> Path:
+    def save(self, path: str | Path, choose: str | int | None = None, *, force: bool = False) -> Path:
         """Write a plan file, of ``plan`` or of another answer; without ``force`` what somebody has edited is kept."""
-        out = Path(path)
-        save(self.runnable(choose or self.name).plan, out, force=force, remedy="Say force=True to replace it")
+        out, answer = Path(path), self.runnable(self.name if choose is None else choose)
+        save(answer.plan, out, force=force, remedy="Say force=True to replace it")
         return out
 
     def summary(self) -> str:
@@ -104,6 +107,11 @@ class PlanResult:
     def _repr_html_(self) -> str:
         rows = [f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in _cells(answer))}</tr>" for answer in self.answers]
         return f"<table>{''.join(rows)}</table><p>{escape(self.certificate.statement)}</p>"
+
+
+def num_searched(choose: str | None, top: int) -> int:
+    """Return how many of the best layouts a search looks for, where one is chosen by its number."""
+    return max(top, int(choose) if choose in NUMBERS else 1)
 
 
 def _promise(certificate: Certificate) -> str:

@@ -2,23 +2,30 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar
 
 from autoshard.cost.built_in import built_in
 from autoshard.cost.calibration import Calibration, load_calibration
-from autoshard.cost.terms import CostTerm
-from autoshard.errors import Fault, Faults, InputError, inside, require
+from autoshard.errors import Fault, Faults, InputError, inside
 from autoshard.layout.pin import Pin, pins_of as layout_pins
 from autoshard.plan.candidate import parse_pins, pins_text
 from autoshard.plan.lowering import ATOMS
 from autoshard.plan.rules.columns import Engine
-from autoshard.plan.rules.rule import Rule
-from autoshard.search.ask.answers import PlanResult, answers_of
+from autoshard.search.ask.answers import PlanResult, answers_of, num_searched
+from autoshard.search.ask.arguments import (
+    Brought,
+    Cost as Cost,
+    Search as Search,
+    as_whole,
+    require_choices,
+    require_price,
+    require_types,
+)
 from autoshard.search.ask.choice.doubt import DOUBT
 from autoshard.search.ask.no_plan import unanswered
-from autoshard.search.ask.planner import SearchResult, search as search_all
+from autoshard.search.ask.planner import search as search_all
 from autoshard.search.ask.python_words import python_words
 from autoshard.search.ask.vendor.defaults import default_workload
 from autoshard.search.bound.request import Objective, Request
@@ -29,36 +36,10 @@ from autoshard.spec.kernels import load_kernels
 from autoshard.spec.model import ModelSpec
 from autoshard.spec.model_catalogue import load_model
 from autoshard.spec.price import with_user_price
-from autoshard.spec.recipe import DEFAULT_CLUSTER, HEADROOM, QuestionOptions, sequences_of
+from autoshard.spec.recipe import DEFAULT_CLUSTER, HEADROOM, Pins as TextPins, QuestionOptions, sequences_of
 from autoshard.spec.workload import Precision, Workload
 
 Value = TypeVar("Value")
-# Of arguments that are no counts: their types, in words, and what to do about others.
-_TYPES: Mapping[str, tuple[Any, str, str]] = {
-    "workload": (Workload, "a Workload", ". Name the others: nodes=4, seq_len=8192"),
-    "global_batch": (int | str, "a whole number, or tokens in words as '4M'", ""),
-    "headroom": (int | float, "a share such as 0.1", ""),
-    "fix": ((str, Mapping), "keys with values, as {'tp': 8} or 'tp=8'", ""),
-}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Search:
-    """How to look: pinned tensors, Rules of your own beside the built-in ones, another search than the built-in one."""
-
-    layouts: Mapping[str, str] = field(default_factory=dict[str, str])  # tensor -> layout, as after --pin
-    rules: tuple[Rule, ...] = ()
-    headroom: float = HEADROOM  # share of a rank's memory that stays free
-    method: Callable[[Request], SearchResult] | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cost:
-    """How to price: constants other than those of the cluster, terms of your own beside those of the cost model."""
-
-    calibration: Calibration | None = None
-    release: str | None = None  # of the platform's software; None is the newest of the calibration's rows
-    terms: tuple[CostTerm, ...] = ()
 
 
 def plan(  # noqa: PLR0913
@@ -106,63 +87,31 @@ def plan(  # noqa: PLR0913
     >>> result.plan.mesh.size("tp"), [answer.name for answer in result.answers]
     (2, ['fastest', 'simple', '2', '3'])
     """
-    how, prices = search or Search(), cost if isinstance(cost, Cost) else Cost(calibration=cost)
-    how = how if headroom is None else replace(how, headroom=headroom)
-    options = QuestionOptions(seq_len=seq_len, global_batch=global_batch, precision=precision)
+    nodes, seq_len, global_batch, top, choose = map(as_whole, (nodes, seq_len, global_batch, top, choose))
     with python_words():
-        _require_types(nodes=nodes, seq_len=seq_len, top=top)
-        _require_types(workload=workload, global_batch=global_batch, headroom=headroom, fix=fix)
-        the_model = model if isinstance(model, ModelSpec) else load_model(model)
-        the_cluster = with_user_price(_cluster(cluster, nodes), price)
-        _require_objective(the_cluster, objective)
-        work, defaults = _over(workload, options) or default_workload(the_model, the_cluster, options)
-        pins = pins_from_text((fix if isinstance(fix, str) else pins_text(fix or {})) or None)
-        request = _request(the_model, the_cluster, work, how, prices)
-        request = replace(request, pins=pins, objective=objective, defaults=defaults)
+        require_types(nodes=nodes, seq_len=seq_len, top=top, global_batch=global_batch)
+        require_types(model=model, cluster=cluster, workload=workload, fix=fix, cost=cost, search=search)
+        require_types(precision=precision, headroom=headroom, choose=choose, price=price)
+        how, prices = search or Search(), cost if isinstance(cost, Cost) else Cost(calibration=cost)
+        stated = QuestionOptions(seq_len=seq_len, global_batch=global_batch, precision=precision, price=price)
+        pins = TextPins(fix if isinstance(fix, str) else pins_text(fix)) if fix else None
+        stated = replace(stated, fix=pins, headroom=headroom, release=prices.release)
+        question = how.applied(replace(stated, model=str(model), cluster=str(cluster)))
+        require_choices(objective, choose)
+        request = request_of(question, nodes, Brought.of(model, cluster, workload, prices))
+        require_price(request.cluster, objective)
+        request = replace(request, objective=objective, terms=prices.terms, extra_rules=how.rules)
         return _searched(request, how, top, None if choose is None else str(choose))
-
-
-def _require_types(**arguments: object) -> None:
-    """Refuse arguments of other types than they must have, and counts of nothing; None leaves all but ``top`` open."""
-    for name, value in arguments.items():
-        types, expected, advice = _TYPES.get(name, (int, "a whole number", ""))
-        right = isinstance(value, types) and not isinstance(value, bool) if value is not None else name != "top"
-        counts_none = name not in _TYPES and isinstance(value, int) and value < 1
-        require(
-            (right, name, f"must be {expected}, not {value!r}{advice}"),
-            (not counts_none, name, f"must be at least 1, not {value!r}"),
-        )
-
-
-def _require_objective(cluster: Cluster, objective: Objective) -> None:
-    require((objective in get_args(Objective), "objective", f"must be time, memory or dollars, not {objective!r}"))
-    message = f"no price of {cluster.name} is known. State price=, in dollars of a node hour, or minimise time"
-    require((objective != "dollars" or cluster.price_usd_per_node_hour is not None, "objective", message))
-
-
-def _request(model: ModelSpec, cluster: Cluster, work: Workload, how: Search, prices: Cost) -> Request:
-    """Return the question about a model on a cluster, with what a script brings along."""
-    return Request(
-        model=model,
-        cluster=cluster,
-        workload=work,
-        engines=engines_of(cluster, _usual_engine(model)),
-        headroom=how.headroom,
-        layouts=layout_pins(how.layouts, "Python"),
-        calibration=constants_of(cluster, prices.calibration, prices.release),
-        terms=prices.terms,
-        extra_rules=how.rules,
-    )
 
 
 def _searched(request: Request, how: Search, top: int, choose: str | None) -> PlanResult:
     """Return the answers to a question; raise NoPlan where nothing fits."""
     within = None if request.objective == "memory" else DOUBT
-    result = how.method(request) if how.method else search_all(request, top, simple_within=within)
+    result = how.method(request) if how.method else search_all(request, num_searched(choose, top), simple_within=within)
     if not result.plans:
         raise unanswered(request, result)
     answers = answers_of(request, result, choose)
-    with inside("choose"):
+    with inside("--choose"):
         answers.named(answers.name)  # refused here, and not where the plan is read
     return answers
 
@@ -176,24 +125,17 @@ def _over(work: Workload | None, options: QuestionOptions) -> tuple[Workload, st
         work,
         seq_len=length,
         global_batch=work.global_batch if batch is None else sequences_of(batch, length),
-        precision=Precision.named(options.precision) if options.precision else work.precision,
+        precision=work.precision if options.precision is None else Precision.named(options.precision),
     )
     return stated, ""
 
 
-def _cluster(cluster: Cluster | str | Path, nodes: int | None) -> Cluster:
-    """Return a cluster, or the one of a name or a path, of as many nodes as wanted."""
-    if isinstance(cluster, Cluster):
-        return cluster if nodes is None else replace(cluster, num_nodes=nodes)
-    return load_cluster(str(cluster), nodes or 1)
-
-
-def request_of(question: QuestionOptions, nodes: int = 1, model: ModelSpec | None = None) -> Request:
+def request_of(question: QuestionOptions, nodes: int | None = None, brought: Brought | None = None) -> Request:
     """Look up everything that a question names; all faults are reported at once, under the option they came from.
 
-    A ``model`` takes the place of the one that the question names.
+    What is ``brought`` along takes the place of what the question names.
     """
-    faults: list[Fault] = []
+    faults, values = list[Fault](), brought or Brought()
 
     def look_up(option: str, named: Callable[[], Value]) -> Value | None:
         try:
@@ -202,15 +144,19 @@ def request_of(question: QuestionOptions, nodes: int = 1, model: ModelSpec | Non
             faults.extend(_option_faults(error, option))
             return None
 
-    model = model or look_up("model", lambda: load_model(question.model or ""))
+    model = values.model or look_up("model", lambda: load_model(question.model or ""))
     pins = look_up("fix", lambda: pins_from_text(question.fix))
     name, lnc = question.cluster or DEFAULT_CLUSTER, question.lnc
     if lnc is None and pins and "lnc" in pins:
         with suppress(InputError):  # a Rule says what is wrong with logical cores that are not offered
             lnc = load_cluster(name, lnc=pins["lnc"]).lnc
-    cluster = look_up("cluster", lambda: load_cluster(name, nodes, lnc=lnc, ranks=question.ranks))
+    machine, size = values.cluster, 1 if nodes is None else nodes
+    cluster = look_up(
+        "cluster",
+        lambda: _resized(machine, nodes) if machine else load_cluster(name, size, lnc=lnc, ranks=question.ranks),
+    )
     path = question.calibration
-    constants = look_up("calibration", lambda: load_calibration(Path(path)) if path else None)
+    constants = look_up("calibration", lambda: load_calibration(Path(path)) if path else values.calibration)
     if cluster:
         constants = look_up("release", lambda: constants_of(cluster, constants, question.release))
     layouts = look_up("pin", lambda: layouts_of(question.pins))
@@ -218,7 +164,7 @@ def request_of(question: QuestionOptions, nodes: int = 1, model: ModelSpec | Non
         raise InputError(faults)
     try:
         at_price = with_user_price(cluster, question.price)
-        workload, defaults = default_workload(model, at_price, question)
+        workload, defaults = _over(values.workload, question) or default_workload(model, at_price, question)
         return Request(
             model=model,
             cluster=at_price,
@@ -229,10 +175,18 @@ def request_of(question: QuestionOptions, nodes: int = 1, model: ModelSpec | Non
             pins=pins,
             layouts=layouts,
             calibration=constants,
-            other_lnc=() if lnc is not None else other_lnc(name, at_price),
+            other_lnc=() if machine or lnc is not None else other_lnc(name, at_price),
         )
     except InputError as error:
         raise InputError(_option_faults(error, "precision")) from None
+
+
+def _resized(cluster: Cluster, nodes: int | None) -> Cluster:
+    """Return a cluster of as many nodes as wanted."""
+    try:
+        return cluster if nodes is None else replace(cluster, num_nodes=nodes)
+    except InputError as error:
+        raise InputError(Fault(where="nodes", message=fault.message) for fault in error.faults) from None
 
 
 def constants_of(cluster: Cluster, calibration: Calibration | None, release: str | None) -> Calibration | None:

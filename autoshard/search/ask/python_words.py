@@ -6,21 +6,27 @@ from contextlib import contextmanager
 
 from autoshard.errors import Fault, InputError
 
-_PIN = re.compile(r"--(fix|at) ([a-z_]+)=([^\s,]+)$")
-_OPTION = re.compile(r"--([a-z][a-z-]*)")
+_PAIR = r"[a-z_]+=[^\s,=\[\]]+"
+_PINS = re.compile(rf"--(fix|at|why-not) ({_PAIR}(?:,{_PAIR})*)$")
+_LAYOUT = re.compile(r"--pin (\S+)$")
+_OPTION = re.compile(r"--([a-z][a-z.-]*)")
 
 
 def in_python(where: str) -> str:
     """Return how a script writes what the command line calls an option.
 
-    >>> in_python("--fix tp=7"), in_python("--seq-len"), in_python("--pin up"), in_python("model")
-    ("fix={'tp': 7}", 'seq_len', 'pin up', 'model')
+    >>> in_python("--fix tp=7"), in_python("--why-not ep=2,dp=1"), in_python("--seq-len"), in_python("model")
+    ("fix={'tp': 7}", "why_not={'ep': 2, 'dp': 1}", 'seq_len', 'model')
+    >>> in_python("--pin up"), in_python("--data.set")
+    ("layouts={'up': ...}", 'data__set')
     """
-    pin = _PIN.fullmatch(where)
-    if pin:
-        value = pin[3] if pin[3].isdecimal() else repr(pin[3])
-        return f"{pin[1]}={{{pin[2]!r}: {value}}}"
-    return _OPTION.sub(lambda option: option[1].replace("-", "_"), where)
+    if layout := _LAYOUT.fullmatch(where):
+        return f"layouts={{{layout[1]!r}: ...}}"
+    if pins := _PINS.fullmatch(where):
+        pairs = (pair.partition("=")[::2] for pair in pins[2].split(","))
+        items = (f"{key!r}: {value if value.isdecimal() else repr(value)}" for key, value in pairs)
+        return f"{pins[1].replace('-', '_')}={{{', '.join(items)}}}"
+    return _OPTION.sub(lambda option: option[1].replace("-", "_").replace(".", "__"), where)
 
 
 @contextmanager

@@ -69,7 +69,7 @@ def default_workload(
     stated = {name: options.given[name] for name in _OF_WORK if name in options.given}
     message = f"{model.name} has no experts, so none is busier than another. Leave it out"
     require((model.num_experts > 0 or "expert_imbalance" not in stated, "expert_imbalance", message))
-    precision = Precision.named(options.precision or "bf16")
+    precision = Precision.named("bf16" if options.precision is None else options.precision)
     work = Workload(seq_len=sizes.seq_len, global_batch=sizes.global_batch, precision=precision, **stated)
     return work, sizes.why
 
