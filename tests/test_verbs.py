@@ -1,6 +1,8 @@
 """The commands as functions of Python: they return what the commands print, and raise what the commands say."""
 
+import copy
 import json
+import pickle
 from pathlib import Path
 
 import pytest
@@ -220,3 +222,10 @@ def test_an_engine_is_named_and_runners_up_are_counted_by_numbers() -> None:
             part(**options)  # pyright: ignore
     with pytest.raises(InputError, match=r"why_not=\{'tpp': 2\}: unknown key"):
         autoshard.explain(result.plan, why_not={"tpp": 2})
+
+
+def test_results_are_copied_and_sent_between_processes() -> None:
+    result = autoshard.plan("tiny-llama", "local", fix={"tp": 2, "mbs": 8})
+    for value in (result, result.plan, result.answers):
+        assert pickle.loads(pickle.dumps(value)) == copy.deepcopy(value) == value
+    assert pickle.loads(pickle.dumps(autoshard.verify(result.plan))).data["holds"]

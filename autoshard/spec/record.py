@@ -5,6 +5,7 @@ unions with None, ``tuple[T, ...]``, ``tuple[A, B]``, ``Mapping[str, T]``, other
 form (``parse`` and ``str``), and ``object`` for any JSON.
 """
 
+import copyreg
 import dataclasses
 import functools
 import math
@@ -20,6 +21,14 @@ T = TypeVar("T")
 MAX_WHOLE = 2**63 - 1  # what other JSON readers keep exactly, and small enough for any product to be printed
 _OPTION = "option"  # in the metadata of a field
 _NAMES = {str: "a string", int: "a whole number", float: "a number", bool: "true or false", type(None): "null"}
+
+
+def _view(content: dict[str, Any]) -> Mapping[str, Any]:
+    return types.MappingProxyType(content)
+
+
+# Python itself copies no view of a mapping, so that no plan could be copied, or come back from a pool of processes.
+copyreg.pickle(types.MappingProxyType, lambda view: (_view, (dict(view),)))  # pyright: ignore
 
 
 def option(default: T, **metadata: str) -> T:
