@@ -65,7 +65,8 @@ def shrink(plan: Plan, max_ranks: int = MAX_RANKS) -> tuple[Plan, tuple[str, ...
         seq_len=min(4 * small.cp * small.tp, model.max_positions),
         global_batch=small.dp * small.mbs * max(2, 2 * small.pp),
     )
-    ranks, inside = small.num_ranks, [link for link in plan.cluster.links if link.domain in ("chip", "node")]
+    ranks, links = small.num_ranks, plan.cluster.links
+    inside = [link for link in links if link.domain in ("chip", "node")] or [links[0]]  # a tray of a rack has none
     inside[-1] = replace(inside[-1], domain="node")  # of a node of one chip its only link; here a rank is a chip
     cluster = replace(  # the platform, on one node of just so many ranks; fewer share a port
         plan.cluster,

@@ -152,6 +152,15 @@ def test_few_ranks_suffice_though_more_share_a_port(max_ranks):
     assert all(small.mesh.num_ranks % link.ranks_per_port == 0 for link in small.cluster.links)
 
 
+@pytest.mark.parametrize("cluster", ["gb200-nvl72", "h100-80", "trn2.48xlarge"])
+def test_a_plan_of_any_machine_is_proven_also_where_only_racks_have_links(cluster: str):
+    place = load_cluster(cluster, num_nodes=2)
+    candidate = Candidate(tp=2, dp=place.num_ranks // 2)
+    workload = Workload(seq_len=2048, global_batch=256, precision=Precision.named("bf16"))
+    made = build_plan(candidate, load_model("tiny-llama"), place, workload, "torch")
+    assert prove(tabled(made)).holds
+
+
 def test_what_has_no_effect_without_its_axis_is_given_up_by_name():
     plan = large("tp=8,pp=4,dp=4,vp=4,schedule=interleaved,recompute=full:2", "h100-80")
     (kept, none), (less, lost) = shrink(plan, 8), shrink(plan, 2)

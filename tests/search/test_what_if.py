@@ -111,6 +111,21 @@ def test_an_answer_of_the_question_is_asked_for_by_its_name(monkeypatch: pytest.
         why_not(result.plan, "vendor", calibration_of(result.plan))
 
 
+@pytest.mark.slow
+def test_the_name_of_an_answer_means_all_of_its_keys_and_its_own_logical_cores(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(what_if, "circumstances", lambda *_: ())
+    result = autoshard.plan("llama3.2-1b", "trn2.48xlarge", top=5, objective="memory")
+    assert {answer.plan.cluster.lnc for answer in result.answers} == {1, 2}
+    for answer in result.answers[1:]:
+        found = why_not(result.plan, answer.name, calibration_of(result.plan))
+        assert found.fits and found.rival and found.rival.candidate == answer.plan.candidate
+    assert "lnc=2" in str({rival.candidate for rival in beside_of(result.plan)} | {result.plan.candidate})
+
+
+def beside_of(plan: Plan) -> list[Plan]:
+    return list(alternatives(plan, calibration_of(plan)).rivals.values())
+
+
 @pytest.mark.parametrize("text", ["", "tp", "tp=x", "zork=1"])
 def test_what_cannot_be_read_is_said_with_its_option(plan: Plan, text: str):
     with pytest.raises(InputError, match="--why-not"):

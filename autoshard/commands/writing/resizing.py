@@ -127,9 +127,8 @@ def _cluster_left(old: Plan, ranks: int | None, nodes: int) -> Cluster:
             (nodes <= 1, "--nodes", "this machine is one node. Type --ranks"),
         )
         return cluster.with_local_ranks(ranks or 1)
-    need = (
-        f"the plan is of {counted(cluster.num_nodes, 'node')}. Type how many are left: --nodes {cluster.num_nodes - 1}"
-    )
+    size, fewer = counted(cluster.num_nodes, "node"), max(1, cluster.num_nodes - 1)
+    need = f"the plan is of {size}. Type how many are left: --nodes {fewer}"
     require(
         (nodes >= 1, "--nodes", need),
         (ranks is None, "--ranks", f"{cluster.name} always has {cluster.ranks_per_node} a node"),

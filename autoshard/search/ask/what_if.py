@@ -9,7 +9,7 @@ from typing import Any
 
 from autoshard.cost.calibration import Calibration
 from autoshard.errors import InputError, inside, require
-from autoshard.plan.candidate import Candidate, parse_pins, pins_text
+from autoshard.plan.candidate import Candidate, even_stages, parse_pins, pins_text
 from autoshard.plan.explanation import Alternatives, Flip, WhyNot
 from autoshard.plan.found import search_record
 from autoshard.plan.plan import Plan
@@ -19,6 +19,8 @@ from autoshard.search.ask.no_plan import best_plan, question_faults, why_none
 from autoshard.search.ask.planner import SearchResult, search
 from autoshard.search.bound.request import Request
 from autoshard.search.bound.space import default_kernels
+from autoshard.spec.cluster import Cluster
+from autoshard.spec.cluster_catalogue import cluster_names, load_cluster, other_lnc
 
 _OUTER = ("tp", "pp", "cp", "ep", "dp", "mbs", "vp", "zero", "zero_group", "weight_group", "schedule", "cp_kind",
           "cp_order")  # fmt: skip
@@ -46,6 +48,15 @@ def outer_pins(candidate: Candidate) -> dict[str, Any]:
     return {**{key: getattr(candidate, key) for key in _OUTER}, "sp": candidate.sequence_parallel}
 
 
+def _siblings(cluster: Cluster) -> tuple[Cluster, ...]:
+    """Return the same nodes under their other logical cores, if a cluster is one of the catalogue."""
+    if cluster.lnc is None or cluster.name not in cluster_names():
+        return ()
+    shipped = load_cluster(cluster.name, cluster.num_nodes, lnc=cluster.lnc)
+    prices = {key: getattr(cluster, key) for key in ("price_usd_per_node_hour", "price_date", "sources")}
+    return other_lnc(cluster.name, cluster) if replace(shipped, **prices) == cluster else ()
+
+
 def best_time_s(request: Request, pins: Mapping[str, Any]) -> float:
     """Return the time of the best plan with these pins; infinite where there is none."""
     plan = best_plan(lambda: replace(request, pins={**request.pins, **pins}))
@@ -55,7 +66,7 @@ def best_time_s(request: Request, pins: Mapping[str, Any]) -> float:
 def alternatives(plan: Plan, calibration: Calibration) -> Alternatives:
     """Search a plan's own question again, and its own outer point without a limit of memory."""
     request = request_of_plan(plan, calibration)
-    result = search(request, _MOST_RUNNERS_UP + 1)
+    result = search(replace(request, other_lnc=_siblings(plan.cluster)), _MOST_RUNNERS_UP + 1)
     named = zip(_names(plan, result), result.plans, strict=True)
     rivals = [(name, rival) for name, rival in named if rival.candidate != plan.candidate]
     unlimited_s = best_time_s(replace(request, memory_bytes=math.inf), outer_pins(plan.candidate))
@@ -78,23 +89,32 @@ def _names(plan: Plan, result: SearchResult) -> list[str]:
     ]
 
 
-def _pins_named(plan: Plan, text: str) -> Mapping[str, Any]:
-    """Read keys and values, or the name of an answer that stands in the plan beside it, which means all of its keys."""
+def _pins_named(plan: Plan, text: str) -> tuple[Mapping[str, Any], str]:
+    """Read keys and values, or the name of an answer that stands in the plan beside it, which means all of its keys.
+
+    Also return how they are shown.
+    """
     record = search_record(plan)
     named = {answer.name: answer.candidate for answer in record.answers} if record else {}
     if text and "=" not in text and text not in named:
         beside = f"those are {', '.join(named)}" if named else "it holds none"
         raise InputError.of("", f"{text!r} is no answer beside this plan: {beside}. Write keys, for example tp=8,pp=16")
-    return parse_pins(named.get(text, text))
+    if text not in named:
+        return (pins := parse_pins(text)), pins_text(pins)
+    answer = Candidate.parse(named[text])
+    even = even_stages(plan.model.num_layers, answer.num_stages)
+    whole = {"recompute": answer.recompute, "stages": answer.stages or even}  # also where they are the usual ones
+    return {**outer_pins(answer), **whole, **parse_pins(named[text])}, named[text]
 
 
 def why_not(plan: Plan, text: str, calibration: Calibration) -> WhyNot:
     """Return the best plan with these keys, or why there is none, and the changes after which it is the faster plan."""
     with inside("--why-not"):
-        pins = _pins_named(plan, text)
+        pins, shown = _pins_named(plan, text)
         require((bool(pins), "", "names nothing; write key=value, for example tp=8,pp=16"))
     request = request_of_plan(plan, calibration)
-    pinned = replace(request, pins={**request.pins, **pins})
+    pinned = replace(request, pins={**request.pins, **pins}, other_lnc=_siblings(plan.cluster))
+    pinned = pinned.with_lnc_of(pins["lnc"]) if "lnc" in pins else pinned
     result = search(pinned)
     rival = next(iter(result.plans), result.nearest_miss)
     against: list[str] = []
@@ -104,13 +124,13 @@ def why_not(plan: Plan, text: str, calibration: Calibration) -> WhyNot:
     flips: dict[str, Flip | None] = {}
     times = [timed_plan.prediction.step_time_s for timed_plan in (*result.plans[:1], plan) if timed_plan.prediction]
     already = bool(result.plans) and times[0] < times[1]
-    if rival is not None and rival.candidate != plan.candidate and not already:
+    if rival is not None and rival.candidate != plan.candidate and rival.cluster == plan.cluster and not already:
         stages = {key: pins[key] for key in ("stages", "recompute") if key in pins}
         plan_pins, rival_pins = outer_pins(plan.candidate), {**outer_pins(rival.candidate), **stages}
         for circumstance in circumstances(request, plan.candidate, rival.candidate):
             flips[circumstance.name] = _flip(circumstance, plan_pins, rival_pins)
     return WhyNot(
-        pins=pins_text(pins),
+        pins=shown,
         rival=rival,
         fits=bool(result.plans),
         against=tuple(against),
