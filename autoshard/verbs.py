@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from autoshard.cost.predict import CheckedPlan, check_plan
-from autoshard.errors import NoPlan, RunFailed, inside, nearest, require
+from autoshard.errors import NoPlan, RunFailed, nearest, require
 from autoshard.plan.codec import load as read_plan
 from autoshard.plan.plan import Plan
 from autoshard.report.page.account import Account
@@ -228,8 +228,7 @@ def _checked(plan: PlanLike, *, to_run: bool = False) -> CheckedPlan:
     _require_plan(plan)
     where = "plan" if isinstance(plan, Plan) else str(plan)
     content = plan if isinstance(plan, Plan) else read_plan(Path(plan))
-    with inside(where):
-        checked = check_plan(content, to_run=to_run)
+    checked = check_plan(content, to_run=to_run, place=Path(where) if content is not plan else where)
     misfits = [reason.message for reason in checked.rejections if reason.rule_id != "memory"]
     if misfits:
         raise NoPlan(f"{where}: {'; '.join(misfits)}")

@@ -62,9 +62,7 @@ def _read(
         allowed = None if fail_if_slower is None else _share(fail_if_slower)
     for path in paths:
         with faults.of():
-            plan = load(path)  # names the file in its faults
-            with inside(path):
-                read.append(check_plan(plan))
+            read.append(check_plan(load(path), place=path))
     with faults.of(), inside("--price"):
         checked_prices(price)
     faults.refuse()

@@ -56,7 +56,7 @@ def explain(
         options = {"--why-not": why_not, "--calibration": calibration, "--trace": trace, "--run": run}
         return _explain_module(plan, [name for name, value in options.items() if value is not None], json=json)
     constants = calibration and load_calibration(calibration)
-    read = check_plan(load(plan), constants)
+    read = check_plan(load(plan), constants, place=plan)
     misfits = [reason for reason in read.rejections if reason.rule_id != "memory"]
     if misfits:
         return print_refused(misfits, json=json)

@@ -60,7 +60,7 @@ def launch(
         question: The question of a recipe.
     """
     require(*folder_checks(out), _log_check(out, place))
-    checked = check_plan(plan_of(plan, question, nodes), to_run=True)
+    checked = check_plan(plan_of(plan, question, nodes), to_run=True, place=plan)
     if checked.rejections:
         return print_refused(checked.rejections, json=json)
     edited, planned = [checked.remark] if checked.remark else [], checked.plan

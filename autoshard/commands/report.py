@@ -54,9 +54,7 @@ def report(
     read, faults = list[CheckedPlan](), Faults()
     for path in plans:
         with faults.of():
-            content = load(path)  # names the file in its faults
-            with inside(path):
-                read.append(check_plan(content))
+            read.append(check_plan(load(path), place=path))
     faults.refuse()
     for one in read:
         if misfits := [reason for reason in one.rejections if reason.rule_id != "memory"]:

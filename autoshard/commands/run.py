@@ -83,7 +83,7 @@ def run(
     trained = _trained(training.over(before.training or Training()), plan, tried=tried)
     options = Run(folder=folder, training=trained, resume="never" if tried else resume, profile=profile)
     leads = (launched := given_rank()) is None or launched.rank == 0
-    checked = check_plan(plan_of(plan, question, nodes), to_run=True)
+    checked = check_plan(plan_of(plan, question, nodes), to_run=True, place=plan)
     current, notes = checked.plan, [*before.notes, *filter(None, [checked.remark]), *_card_notes(checked.plan)]
     if checked.rejections:
         return print_refused(checked.rejections, json=json) if leads else 1

@@ -36,7 +36,7 @@ def verify(plan: Path = DEFAULT_PLAN, module: str | None = None, json: bool = Fa
     """
     if is_module_plan(plan):
         return _verify_module(plan, module, json=json)
-    checked = check_plan(load(plan), to_run=True)
+    checked = check_plan(load(plan), to_run=True, place=plan)
     current = checked.plan
     rejections = (*checked.rejections, *(_code_rejections(current, module) if module else ()))
     verdict = verdict_of(current, rejections, checked.remark)

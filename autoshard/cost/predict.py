@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache, partial
+from pathlib import Path
 
 from autoshard.cost.built_in import calibration_of
 from autoshard.cost.calibration import Calibration, calibration_entries, trust, uncalibrated
@@ -25,6 +26,7 @@ from autoshard.cost.sharded import Blocks, ListedBlocks
 from autoshard.cost.stages import Sends
 from autoshard.cost.step import PlanPipeline, PlanStep, Price, StageLayers, StepCost, step_cost
 from autoshard.cost.terms import term_entries, term_seconds, user_terms
+from autoshard.errors import inside
 from autoshard.graph.block import OpGraph
 from autoshard.graph.decoder import num_slots
 from autoshard.graph.kinds.attention import Attend, AttendGradient
@@ -245,13 +247,20 @@ class CheckedPlan:
     remark: str = ""
 
 
-def check_plan(read: Plan, calibration: Calibration | None = None, *, to_run: bool = False) -> CheckedPlan:
+def check_plan(
+    read: Plan, calibration: Calibration | None = None, *, to_run: bool = False, place: str | Path = ""
+) -> CheckedPlan:
     """Check a plan with the constants that it carries, or with others, which it carries from then on.
 
-    Some plans may be priced, but not be run yet.
+    Some plans may be priced, but not be run yet. Faults name the ``place`` of the plan.
 
     It gets a new prediction where the plan or its numbers were edited.
     """
+    with inside(place):
+        return _checked(read, calibration, to_run=to_run)
+
+
+def _checked(read: Plan, calibration: Calibration | None, *, to_run: bool) -> CheckedPlan:
     if calibration:
         entries = {key: entry for key, entry in read.provenance.items() if not key.startswith("calibration")}
         read = replace(read, provenance={**entries, **calibration_entries(calibration)}, prediction=None)

@@ -103,7 +103,7 @@ def failed_rows(job: SweepJob, message: str, status: str = "failed") -> list[Row
 def _planned(job: SweepJob) -> Iterator[tuple[SweepPoint, Plan | None]]:
     """Yield every point with its plan, or None where the question has fewer."""
     if path := job.points[0].plan:
-        read = check_plan(load(path))
+        read = check_plan(load(path), place=path)
         if read.rejections:
             raise NoPlan("; ".join(str(rejection.message) for rejection in read.rejections))
         for point in job.points:

@@ -113,3 +113,17 @@ def test_numbers_that_make_a_step_take_no_time_or_for_ever_are_refused(
         assert main(["explain", "plan.json"]) == 2
         (line,) = capsys.readouterr().err.splitlines()
         assert f"plan.json: cluster.links[0].{key}: must be at" in line
+
+
+@pytest.mark.parametrize("command", ["verify", "explain", "report", "compare", "launch", "run", "export", "plan"])
+def test_constants_that_are_edited_wrongly_are_refused_by_the_name_of_their_file(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    right, wrong = planned("tiny-llama", "h100-80", fix="tp=2,pp=1,mbs=8").save("right.json"), Path("wrong.json")
+    wrong.write_text(right.read_text().replace("matrix_efficiency=", "matrix_efficiency=x"))
+    words = {"compare": [str(right)], "export": ["--to", "torchtitan"], "launch": ["--scheduler", "slurm"]}
+    to = [] if command in ("verify", "explain", "compare") else ["--out", "out"]
+    like = ["--like"] if command == "plan" else []
+    assert main([command, *like, str(wrong), *words.get(command, []), *to, *(["--nodes", "1"] if like else [])]) == 2
+    assert "wrong.json: provenance.calibration" in capsys.readouterr().err

@@ -40,7 +40,7 @@ def export(
     require(*place_checks(target))
     read = load(plan)
     require(*export_checks(read, program, str(plan), f"--to {to}"))
-    checked = check_plan(read)
+    checked = check_plan(read, place=plan)
     if misfits := [reason for reason in checked.rejections if reason.rule_id != "memory"]:
         return print_refused(misfits, json=json)
     answer = exported(checked.plan, program)

@@ -70,7 +70,7 @@ def request_like(
     again = question.given.keys() - {"ranks", "engine", "headroom", "calibration", "fix", "pins", "price"}
     why = f"is part of the question of {path}, which --like repeats. Leave it out"
     require(*((False, f"--{name.replace('_', '-')}", why) for name in sorted(again)))
-    read = check_plan(load(path))
+    read = check_plan(load(path), place=path)
     if read.plan.prediction is None:
         raise InputError(Fault(where=f"--like {path}", message=str(rejection)) for rejection in read.rejections)
     old, constants = read.plan, question.calibration
