@@ -103,6 +103,7 @@ def test_all_that_a_recipe_names_wrongly_is_reported_at_once():
         "--model", "--cluster", "--nodes", "--fix tp=x", "--fix zz=1",
     }  # fmt: skip
     assert faults_of(seq_len=0, global_batch=2**40) == {"--seq-len", "--global-batch"}
+    assert faults_of(seq_len=0, global_batch="4k") == faults_of(seq_len=-4, global_batch="4k") == {"--seq-len"}
     assert faults_of(fix=" ") == {"--fix"}
     assert faults_of(fix="kernels=x") == {"--fix kernels"}
     assert faults_of(precision="fp8") == {"--precision"}

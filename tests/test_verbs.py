@@ -64,7 +64,9 @@ def test_logs_are_read_into_rows_as_the_command_does(tmp_path: Path) -> None:
     account = autoshard.import_(tmp_path / "train.log", config=config, search=False, **place)
     (log,) = account.data["logs"]
     assert round(log["step_time_s"], 2) == 1.17 and "next_layout" not in account.data
-    assert "train.log" in str(account) and log["row"]["framework"] == "torchtitan"
+    assert "train.log" in str(account) and log["row"]["framework"] == "torchtitan" and not log["remarks"]
+    too_fast = autoshard.import_(tmp_path / "train.log", config=config, search=False, model="llama3.1-405b", **place)
+    assert "of the chips' peak, which nobody reaches" in too_fast.data["logs"][0]["remarks"][-1]
     with pytest.raises(InputError, match="files: missing"):
         autoshard.import_()
 

@@ -179,19 +179,27 @@ def _impossible(judged: Sequence[_JudgedRow]) -> Named:
     """Name rows with more FLOPs per second than any program reaches."""
     named: Named = {}
     for place, row in enumerate(judged):
-        run, time_s = row.timed.run, row.timed.time.measured
-        precision, cluster = run.workload.precision, run.cluster
-        if cluster.name == LOCAL:  # its rates are no data sheet's
-            continue
-        peak = cluster.rank_matrix_flops_per_s(precision.products or precision.activations) * cluster.num_ranks
-        model = run.model
-        looked_up = 0 if model.tied_embeddings else model.vocab * model.hidden  # which no product reads
-        flops = _flops_per_token(run, pairs=0.5) - 6 * looked_up
-        mfu = flops * row.timed.time.work / (time_s * peak)
+        mfu = least_mfu(row.timed.run, row.timed.time.measured)
         if mfu > _MOST_MFU:
-            says = f"would use {mfu:.0%} of the chips' peak, which nobody reaches"
-            named[place] = _suspect(row, "batch", math.log(mfu), says)
+            named[place] = _suspect(row, "batch", math.log(mfu), too_fast(row.timed.run, row.timed.time.measured))
     return named
+
+
+def too_fast(run: MeasuredRun, time_s: float) -> str:
+    """Say that a step would take more FLOPs per second than any program reaches; "" where it would not."""
+    mfu = least_mfu(run, time_s)
+    return f"would use {mfu:.0%} of the chips' peak, which nobody reaches" if mfu > _MOST_MFU else ""
+
+
+def least_mfu(run: MeasuredRun, time_s: float) -> float:
+    """Return which share of its chips' peak a step of such a time uses; 0 on this machine, which has no data sheet."""
+    precision, cluster, model = run.workload.precision, run.cluster, run.model
+    if cluster.name == LOCAL:
+        return 0.0
+    peak = cluster.rank_matrix_flops_per_s(precision.products or precision.activations) * cluster.num_ranks
+    looked_up = 0 if model.tied_embeddings else model.vocab * model.hidden  # which no product reads
+    flops = _flops_per_token(run, pairs=0.5) - 6 * looked_up
+    return flops * run.workload.seq_len * run.workload.global_batch / (time_s * peak)
 
 
 def _flops_per_token(run: MeasuredRun, pairs: float = 1.0) -> float:

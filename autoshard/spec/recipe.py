@@ -129,6 +129,7 @@ def sequences_of(global_batch: int | str, seq_len: int) -> int:
         return global_batch
     match = _TOKENS.fullmatch(global_batch)
     assert match, "checked by QuestionOptions"
+    seq_len = max(1, seq_len)  # a length of nothing is refused where the workload is made
     tokens = float(match[1]) * 1024 ** ("kMG".index(match[2].replace("K", "k")) + 1)
     if tokens < seq_len or tokens % seq_len:
         length = counted(seq_len, "token", form=",")

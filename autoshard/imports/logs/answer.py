@@ -1,13 +1,15 @@
 """Logs of one configuration, each as a measured row beside its prediction, or with the reason why it is none."""
 
 import json
+import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
 from autoshard.calibration.rows import MeasuredRow
+from autoshard.calibration.suspects import too_fast
 from autoshard.calibration.validate import PredictedRow, predicted_row, predicted_run
 from autoshard.errors import InputError, file_faults
 from autoshard.imports.imported import ImportedRun
@@ -62,9 +64,16 @@ def _answer(
         run = logged.run
         constants = (question.request.calibration or run.constants).running(run.framework, run.release)
         predicted = predicted_row(logged.row.id, run, predicted_run(run, constants))
+        remarks = *log.remarks, *_doubts(logged)
     except InputError as error:
         return LogAnswer(file=str(file), refused=error)
-    return LogAnswer(file=str(file), logged=logged, predicted=predicted)
+    return LogAnswer(file=str(file), logged=replace(logged, log=replace(log, remarks=remarks)), predicted=predicted)
+
+
+def _doubts(logged: LoggedRun) -> Iterator[str]:
+    """Say that a log can hardly be of the question that was made of its configuration."""
+    if fault := too_fast(logged.run, logged.row.step_time_s or math.inf):
+        yield f"a step {fault}: these are hardly the model, the batch and the chips of this log"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
