@@ -5,7 +5,7 @@ The proof executes the shrunk plan as its own table lists, and compares the resu
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -19,11 +19,13 @@ from autoshard.layout.interpret import Interpreter, queueing_apart
 from autoshard.layout.table import table_for_sizes
 from autoshard.plan.build import build_plan
 from autoshard.plan.plan import Plan
+from autoshard.plan.recompute import Recompute
 from autoshard.plan.tables import plan_blocks, plan_programs, step_graph_of, table_setting, with_strategies
 from autoshard.spec.mesh import Mesh
 from autoshard.spec.model import LayerKind, ModelSpec, Router
 from autoshard.spec.model_parts import LatentAttention, TracedDecoder
 from autoshard.spec.record import option
+from autoshard.spec.repeats import compress
 
 MAX_RANKS = 16
 _KEPT_FIRST = ("tp", "cp", "ep", "pp", "dp")  # what is given up last when not all axes fit
@@ -38,28 +40,25 @@ def shrink(plan: Plan, max_ranks: int = MAX_RANKS) -> tuple[Plan, tuple[str, ...
     replication, padding of the vocabulary, kinds of recompute, chunks and the rest of the candidate stay.
     """
     large, (sizes, lost) = plan.candidate, _sizes(plan, max_ranks)
-    kinds = tuple(dict.fromkeys(large.recompute_of(stage) for stage in range(large.num_stages)))
     if sizes["pp"] == 1:
         if large.schedule != "1f1b":
             lost.append(f"schedule={large.schedule}: there is only one pipeline rank")
         large = replace(large, vp=1, schedule="1f1b", recompute=large.recompute[:1])
     stages = sizes["pp"] * large.vp
-    if len(kinds) > stages:
-        lost.append(f"{len(kinds) - stages} of {len(kinds)} kinds of recompute: there are only {stages} stages")
-    kinds = tuple(replace(kind, num_layers=1) if kind.num_layers else kind for kind in kinds)
+    recompute, order = _layers(plan, stages, lost)
     small = replace(
         large,
         **sizes,
         mbs=min(large.mbs, 2),
         sp=None if sizes["tp"] == 1 else large.sp,
-        recompute=tuple(kinds[stage % len(kinds)] for stage in range(stages)),
+        recompute=recompute,
         stages=None,
         place=None,
         cp_kind="ring" if sizes["cp"] == 1 else large.cp_kind,
         cp_order="contiguous" if sizes["cp"] == 1 else large.cp_order,
         lnc=None,
     )
-    model = _model(plan.model, sizes, layers=2 * stages, padded="vocab" in plan.padding)
+    model = _model(_with_order(plan.model, order), sizes, padded="vocab" in plan.padding)
     workload = replace(
         plan.workload,
         seq_len=min(4 * small.cp * small.tp, model.max_positions),
@@ -105,13 +104,43 @@ def _sizes(plan: Plan, max_ranks: int) -> tuple[dict[str, int], list[str]]:
     return sizes, lost
 
 
-def _model(model: ModelSpec, sizes: Mapping[str, int], *, layers: int, padded: bool) -> ModelSpec:
+def _layers(plan: Plan, stages: int, lost: list[str]) -> tuple[tuple[Recompute, ...], tuple[str, ...]]:
+    """Return what so many stages compute again, and the kind of each layer: only what has a table in the plan.
+
+    What no stage has is named in ``lost``.
+    """
+    drops = tuple(dict.fromkeys(stage.recompute for stage in plan.stages if stage.num_layers))
+    if len(drops) > stages:
+        lost.append(f"{len(drops) - stages} of {len(drops)} kinds of recompute: there are only {stages} stages")
+    names, tabled = tuple(plan.model.layer_counts), {(kind, drop.on_device) for kind, drop in plan.layers}
+    drops = tuple(replace(drop, num_layers=len(names)) if drop.num_layers else drop for drop in drops)
+    recompute = tuple(drops[stage % len(drops)] for stage in range(stages))
+
+    def order_of(recompute: Sequence[Recompute]) -> tuple[str, ...]:
+        order, turns = list[str](), Counter[Recompute]()
+        for drop in (stage.of_layer(number).on_device for stage in recompute for number in range(2 * len(names))):
+            suited = [name for name in names if drop.kind == "none" or (name, drop) in tabled]
+            order.append(suited[turns[drop] % len(suited)])
+            turns[drop] += 1
+        return tuple(order)
+
+    if {*order_of(recompute)} < {*names}:  # a stage of plain layers has all kinds
+        lost.append(f"recompute={recompute[-1]} of the last stage: no layer of another kind computes that again")
+        recompute = (*recompute[:-1], Recompute())
+    return recompute, order_of(recompute)
+
+
+def _with_order(model: ModelSpec, order: Sequence[str]) -> ModelSpec:
+    return replace(model, num_layers=len(order), order=compress(order) if model.order else "")
+
+
+def _model(model: ModelSpec, sizes: Mapping[str, int], *, padded: bool) -> ModelSpec:
     """Scale the architecture: at least one head, one block of every cut dim per rank, and options as they are."""
     tp, replicas = sizes["tp"], 2 if sizes["tp"] == 4 else 1
     kv_heads = max(tp // replicas, 1)
     queries_per_head = 2 * replicas if model.queries_per_kv_head > 1 else 1
     return replace(
-        model.with_layers(layers),
+        model,
         name=f"{model.name} (shrunk)",
         hidden=_HIDDEN,
         ffn=8 * tp,
@@ -124,7 +153,7 @@ def _model(model: ModelSpec, sizes: Mapping[str, int], *, layers: int, padded: b
         shared_ffn=8 * tp if model.shared_ffn else 0,
         window=5 if model.window else None,
         glu_limit=0.5 if model.glu_limit else None,  # which some numbers of a small model exceed
-        kinds=tuple(_shrunk_kind(kind, 8 * tp) for kind in model.with_layers(layers).kinds),
+        kinds=tuple(_shrunk_kind(kind, 8 * tp) for kind in model.kinds),
         latent=model.latent and _narrowed(model.latent, tp),
         traced=model.traced and replace(model.traced, sizes=_sizes_of_code(model, model.traced, 8 * tp)),
     )

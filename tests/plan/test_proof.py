@@ -161,6 +161,27 @@ def test_a_plan_of_any_machine_is_proven_also_where_only_racks_have_links(cluste
     assert prove(tabled(made)).holds
 
 
+@pytest.mark.parametrize(
+    ("model", "recompute"),
+    [
+        ("tiny-gemma3", "pp=4,recompute=none*3/full"),
+        ("tiny-gpt-oss", "pp=4,recompute=full/none/selective[mlp]/none"),
+        ("tiny-deepseek", "pp=2,vp=2,schedule=zb_v,recompute=none/selective[mlp]*2/none"),
+        ("tiny-glm4-moe", "pp=4,recompute=full/none*3"),  # only the dense layer is computed again
+    ],
+)
+def test_layers_of_several_kinds_are_proven_under_what_they_compute_again_and_no_other(model: str, recompute: str):
+    card, place = load_model(model), load_cluster("h100-80")
+    workload = Workload(seq_len=256, global_batch=256, precision=Precision.named("bf16"))
+    whole = tabled(build_plan(Candidate.parse(recompute, 8), card, place, workload, "torch"))
+    small, lost = shrink(whole)
+    every = "kinds of recompute" not in str(lost)
+    assert plan_blocks(small).keys() <= plan_blocks(whole).keys() and prove(whole).holds
+    assert not every or plan_blocks(small).keys() == plan_blocks(whole).keys()
+    alone = shrink(whole, 1)[0]
+    assert plan_blocks(alone).keys() <= plan_blocks(whole).keys() and plan_programs(alone)
+
+
 def test_what_has_no_effect_without_its_axis_is_given_up_by_name():
     plan = large("tp=8,pp=4,dp=4,vp=4,schedule=interleaved,recompute=full:2", "h100-80")
     (kept, none), (less, lost) = shrink(plan, 8), shrink(plan, 2)
