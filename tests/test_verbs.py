@@ -31,6 +31,9 @@ def test_a_verb_has_the_figures_of_its_command(verb: str, tmp_path: Path, capsys
     printed = json.loads(capsys.readouterr().out)
     if verb == "verify":
         assert account.data["holds"] is True
+    page = Path(__file__).parents[1] / "docs" / "reference" / "plan-json.md"
+    (row,) = [line for line in page.read_text(encoding="utf-8").splitlines() if line.startswith(f"| `{verb}` |")]
+    assert not [key for key in printed if f"`{key}`" not in row], "what is printed stands on the page"
     assert json.loads(json.dumps(account.data)) == printed
     assert str(account) and account._repr_html_().startswith("<div>")
 
