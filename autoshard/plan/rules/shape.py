@@ -203,7 +203,7 @@ def interleaved_rounds(c: Columns) -> Verdict:
     in_rounds = tuple(name for name, builder in builders().items() if builder.in_rounds)
     yield implies(one_of(c.schedule, in_rounds), c.num_micro_batches % c.pp == 0)
     remedy = f"Use a global batch that is a multiple of dp*mbs*pp={c.dp * c.mbs * c.pp}"
-    count = c.num_micro_batches
+    count = int(c.num_micro_batches)
     divide = f"{counted(count, 'micro-batch', 'es')} {'does' if count == 1 else 'do'} not divide by pp={c.pp}"
     yield f"schedule={c.schedule}: {divide}. {remedy}"
 
@@ -228,7 +228,7 @@ def sp_seq(c: Columns) -> Verdict:
     # Under zig-zag a rank holds two pieces, but tp cuts them as one sequence, so the same number must divide.
     length = c.workload.seq_len // c.cp
     yield implies(c.sp, length % c.tp == 0)
-    tokens = f"{counted(length, 'token')} of a sequence on each rank"
+    tokens = f"{counted(int(length), 'token')} of a sequence on each rank"
     why = f"the {tokens} {'does' if length == 1 else 'do'} not divide by tp={c.tp}"
     yield f"sp=true: {why}. Use sp=false, or a --seq-len that is a multiple of cp*tp={c.cp * c.tp}"
 
