@@ -22,7 +22,7 @@ from autoshard.search.bound.space import SIZES
 from autoshard.search.bound.whole_layers import slowest_rank_s
 from autoshard.search.fill.split_bounds import SplitSearch
 from autoshard.search.fill.split_filling import split_bounds
-from autoshard.search.fill.split_times import least_again_s
+from autoshard.search.fill.split_times import rank_ways
 from autoshard.search.fill.stage_filling import Goal, fill_stages
 from autoshard.search.fill.stage_options import (
     ALL_RANGES,
@@ -30,6 +30,7 @@ from autoshard.search.fill.stage_options import (
     SURE,
     ChunkLayers,
     RankOptions,
+    RankWays,
     StageChoices,
     StageFilling,
     listed_splits,
@@ -55,7 +56,7 @@ class Points:
     rest_s: Floats  # of a step at least, what is no micro-batch's
     schedule: Schedule | None = None
     sharpness: int = 0  # how often the bound was made sharper
-    again_s: Floats | None = None  # what ``least_again_s`` returns, once that is known
+    ways: RankWays | None = None  # of ranks, once they are known
 
     @classmethod
     def of(cls, priced: PricedLayouts, variant: RunVariant, goal: Goal, limit: float = np.inf) -> "Points":
@@ -81,8 +82,8 @@ class Points:
         """Return some of the points."""
         columns = (self.rows, self.variant_rows, self.bound, self.rest_s)
         rows, variant_rows, bound, rest_s = (column[selection] for column in columns)
-        again_s = None if self.again_s is None else self.again_s[..., selection]
-        return replace(self, rows=rows, variant_rows=variant_rows, bound=bound, rest_s=rest_s, again_s=again_s)
+        ways = None if self.ways is None else self.ways.only(selection)
+        return replace(self, rows=rows, variant_rows=variant_rows, bound=bound, rest_s=rest_s, ways=ways)
 
     @property
     def terms(self) -> Terms:
@@ -140,7 +141,7 @@ class Points:
             num_layers=self.priced.question.model.num_layers,
             stages=space.base.stages,
             recompute=pinned,
-            again_s=self.again_s,
+            ways=self.ways,
             differ=bool(self.priced.question.model.order),
         )
 
@@ -175,11 +176,10 @@ class Points:
                 bound = np.maximum(bound, (slowest_s + self.rest_s + blocks.fixed_s) * (1 - SURE))
             found_by_filling = choices.listed_splits(blocks.schedule) or blocks.schedule.builder in ALL_RANGES
             return replace(self, sharpness=SHARPEST if found_by_filling else 1, bound=np.maximum(self.bound, bound))
-        if choices.again_s is None:
-            capacity = np.broadcast_to(goal.capacity, len(self.rows))
-            choices = replace(choices, again_s=least_again_s(blocks, choices, capacity))
+        if choices.ways is None:
+            choices = replace(choices, ways=rank_ways(blocks, choices, np.broadcast_to(goal.capacity, len(self.rows))))
         bound = split_bounds(blocks, choices, (below, self.rest_s + blocks.fixed_s), splits)
-        return replace(self, sharpness=SHARPEST, bound=np.maximum(self.bound, bound), again_s=choices.again_s)
+        return replace(self, sharpness=SHARPEST, bound=np.maximum(self.bound, bound), ways=choices.ways)
 
 
 def likely_s(group: Points) -> float:

@@ -21,6 +21,7 @@ from autoshard.search.bound.points import AT_ONCE, SHARPEST, Points, Solution, l
 from autoshard.search.bound.priced_layouts import LayoutPricer, Row
 from autoshard.search.bound.records import BestSolutions, OwnCuttings, PointRecords, SolvingOrder
 from autoshard.search.bound.rough import rough_seconds
+from autoshard.search.bound.tightening import SolvedPoints, Tightening
 from autoshard.search.bound.unsolved import PlainPoints, UnsolvedPoints
 from autoshard.search.bound.watch import SearchProgress, SearchStopped, Watch, go_on, never_stop
 from autoshard.search.fill.split_bounds import SplitSearch
@@ -41,14 +42,9 @@ class Pool:
     """The points of a space: waiting, open or solved, and the best solution of each layout."""
 
     def __init__(
-        self,
-        pricer: LayoutPricer,
-        legal: LegalSpace,
-        goal: Goal,
-        pins: tuple[Pin, ...] = (),
-        watch: Watch = never_stop,
-        rival_values: Sequence[float] = (),
-    ) -> None:
+        self, pricer: LayoutPricer, legal: LegalSpace, goal: Goal, pins: tuple[Pin, ...] = (),
+        watch: Watch = never_stop, rival_values: Sequence[float] = (),
+    ) -> None:  # fmt: skip
         """``rival_values`` are those of the best layouts of other spaces, with which these compete."""
         self.pricer, self.legal, self.goal, self._pins, self._watch = pricer, legal, goal, pins, watch
         pricer.between = self.between
@@ -58,8 +54,9 @@ class Pool:
         self.left, self._count = UnsolvedPoints(), _ALWAYS
         self._place = 1  # of the layout that others must be better than: the best, or the last that is wanted
         self._order = SolvingOrder(goal.effort.most_idle)
-        self._best, self.splits = BestSolutions(rival_values), SplitSearch(seconds_left=goal.effort.split_s)
-        self._least: dict[Row, float] = {}  # the least bound of the solved points of a layout
+        self.splits = SplitSearch(seconds_left=goal.effort.split_s, most_flows=0)
+        self._best, self._solved = BestSolutions(rival_values), SolvedPoints()
+        self._tightening = Tightening(self._solved, self.splits, goal.effort)
         self.own_cuttings = OwnCuttings()
         self._rough_s: dict[int, Floats] = {}
         self._looked_at = np.inf  # the value of the best solution when open points were looked at last
@@ -71,14 +68,8 @@ class Pool:
         The best ``count`` of those that are known get a cutting of their own. The watching caller may stop this between
         any two steps; then the solutions known so far count.
         """
-        self._count = max(count, _ALWAYS)
-        while self._kinds.unpriced:
-            self.left.plain += self._kinds.price_next(self._limit, self._records)
-            if not self._kinds.unpriced or not np.isfinite(self._limit):
-                self._look_first()
-        if self._kinds.refused and not self._kinds.cuttings:
-            raise self._kinds.refused[0]
-        looked = False
+        self._count, looked = max(count, _ALWAYS), False
+        self._price_all()
         while True:
             # The first points of a variant give a limit that excludes most points of the next variant.
             while not self._gives_up and self._open_next():
@@ -86,19 +77,36 @@ class Pool:
             self._explore()
             leading = self.solutions[: self._count]
             solution = next((best for best in leading if best.row not in self.own_cuttings), None)
+            even = next((best for best in leading if not self._records.solved(best.point)[0]), None)
             if solution:
                 self._refine(solution.row, solution.cutting)
-                continue
-            even = next((best for best in leading if not self._records.solved(best.point)[0]), None)
-            if even:
+            elif even:
                 self._solve(even.point, even.value)
-                continue
-            if self.left.least < self._limit and not (self._gives_up and not self._look_further()):
-                continue
-            if looked:
+            elif self.left.least < self._limit and not (self._gives_up and not self._look_further()):
+                pass
+            elif not looked:
+                self._look_for_runners_up()
+                looked = True
+            elif not self._tighten() and (self._gives_up or self.left.least >= self._limit):
                 break
-            self._look_for_runners_up()
-            looked = True
+
+    def _price_all(self) -> None:
+        while self._kinds.unpriced:
+            self.left.plain += self._kinds.price_next(self._limit, self._records)
+            if not self._kinds.unpriced or not np.isfinite(self._limit):
+                self._look_first()
+        if self._kinds.refused and not self._kinds.cuttings:
+            raise self._kinds.refused[0]
+
+    def _tighten(self) -> bool:
+        """Raise the bounds of solved points that keep the gap open; say whether a solution is better."""
+        best = self._best.value
+        self._tightening.run(self._best.limit(self._place), self.left.least, self._solve_again)
+        return self._best.value < best
+
+    def _solve_again(self, point: Points) -> None:
+        self._solve(point, self._limit)
+        self.between()
 
     def _look_first(self) -> None:
         """Time even stages of likely layouts: a limit for all other points, and an answer if the search is stopped."""
@@ -237,19 +245,14 @@ class Pool:
         """A lower bound of all points: solved, open and waiting. Of points that are not priced nothing is known."""
         if self._kinds.unpriced:
             return 0.0
-        return min([self.left.least, self._kinds.least_left, *self._least.values()])
+        return min(self.left.least, self._kinds.least_left, self._solved.least)
 
     def certificate(self, legal: Certificate) -> Certificate:
         """Add to a certificate how many points were solved, left out by their bounds, and too large."""
         value = self._best.value
         unpriced = ((layouts, run) for terms, layouts in self._kinds.unpriced for run in self._kinds.variants[terms])
-        return replace(
-            legal,
-            **self._records.counts(self.left, value, unpriced),
-            num_tables=len(self._kinds.cuttings),
-            value=float(value),
-            bound=float(min(value, self.bound)),
-        )
+        counts = {**self._records.counts(self.left, value, unpriced), "num_tables": len(self._kinds.cuttings)}
+        return replace(legal, **counts, value=float(value), bound=float(min(value, self.bound)))
 
     def _open_next(self) -> bool:
         """Open the points below the limit of the variant with the least bound; return whether there was one."""
@@ -274,11 +277,9 @@ class Pool:
         return True
 
     def _add_recompute(
-        self,
-        groups: Iterable[PlainPoints],
-        runs: Sequence[RunVariant],
+        self, groups: Iterable[PlainPoints], runs: Sequence[RunVariant],
         near: Callable[[PlainPoints], NDArray[np.bool_]] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Price some layouts under every recompute, and let their points of some variants wait.
 
         Layouts that are not ``near``, or not below the limit, stay as they are. Layouts of the same variants wait
@@ -335,7 +336,7 @@ class Pool:
         """
         if not self._order.is_idle or self._place > 1:
             return False
-        return min([self._limit, *self._least.values()]) <= self.left.least
+        return min(self._limit, self._solved.least) <= self.left.least
 
     def between(self) -> None:
         """Let the watching caller stop the search."""
@@ -372,9 +373,7 @@ class Pool:
         fits = np.isfinite(values)
         # What does not fit under the limit, or not at all, is no less than the limit.
         self._records.solve(points, fits, np.where(fits, filling.bound, np.maximum(filling.bound, limit)))
-        for layout, bound in zip(points.layouts.tolist(), filling.bound.tolist(), strict=True):
-            row = points.variant.terms, layout
-            self._least[row] = min(bound, self._least.get(row, np.inf))
+        self._solved.add(points, filling.bound)
         self._best.keep(points, filling, values)
         self._order.learn(points, values, is_better=self._best.limit(1) < before * (1 - _TIE))
         # The other points are not better than this limit, but the limit may rise.
@@ -392,7 +391,7 @@ class Pool:
             return
         self.own_cuttings[row] = cutting
         self._best.forget(row)
-        self._least.pop(row, None)
+        self._solved.forget(row)
         self._records.forget_layout(layout, self._kinds.variants[terms])
         self.left.plain = [self.own_cuttings.in_use(plain) for plain in self.left.plain]
         self.left.plain += self._kinds.priced(terms, [(cutting, np.array([layout]))])

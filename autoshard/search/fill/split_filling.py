@@ -6,10 +6,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from autoshard.cost.stages import PipelineBlocks
+from autoshard.plan.recompute import Recompute
 from autoshard.schedule.counts import counts_of
 from autoshard.schedule.waves import Floats, Ints
 from autoshard.search.fill.split_bounds import SplitBounds, SplitSearch
-from autoshard.search.fill.split_times import SplitTimes, least_again_s, least_fullest_bytes
+from autoshard.search.fill.split_times import SplitTimes, least_fullest_bytes, rank_ways
 from autoshard.search.fill.stage_options import (
     NEVER,
     SURE,
@@ -23,11 +24,13 @@ from autoshard.search.fill.stage_options import (
 )
 
 _FEW = 3  # stages from which a layer is taken, or to which it is given
-_BATCHES, _STEPS = 4, 3  # of steps that balance layers in a round, and steps of a batch
-_GAIN = 1e-3  # of a bound: what a few flows must raise it by for more to be looked for
+_FLOWS = 4  # that are found before a bound is asked for
 _ROUNDS = 2
 _TIME_S = (5e-3, 1.2e-7)  # of a batch of splits: measured 2026-11 on one core of a cloud machine
 _WITHIN = 1.1  # of a limit: what moving layers one by one may gain
+_ABOVE = 1 + 1e-9  # times a limit, so that what reaches it is not below it
+_FIRST_FLOWS = 8
+_NEARLY, _NEAR_FLOWS = 1.02, 16  # of a limit: a filling for which flows are looked for, and how many
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -75,7 +78,7 @@ class SplitFilling:
         """Move layers from stages that add most to long paths to those that add least, as long as that is faster."""
         while self.search.seconds_left > 0:
             split = best.stages(0)
-            order: list[int] = np.argsort(bounds.learn(np.array(split, dtype=np.float64)), kind="stable").tolist()
+            order: list[int] = np.argsort(bounds.learn(self._layers(best)), kind="stable").tolist()
             sources = [stage for stage in reversed(order) if split[stage] > 1]
             tried = _moved(split, sources[:_FEW], order[:_FEW])
             for count in (min(number, len(sources)) for number in (2, 4, 8)):  # of stages at once
@@ -88,6 +91,14 @@ class SplitFilling:
                 break
             best = improved
         return best
+
+    def _layers(self, filling: StageFilling) -> Floats:
+        """Return how many layers of each kind the stages of a filling have: [kind, stage], as bounds count them."""
+        kinds, stages = self.choices.kinds, np.arange(len(filling.kind))
+        layers = np.zeros((len(kinds) + 1, len(stages)))
+        layers[filling.kind[:, 0], stages] += filling.recomputed[:, 0]
+        layers[kinds.index(Recompute())] += filling.plain[:, 0]
+        return layers
 
     def smallest(self) -> tuple[Split, float]:
         """Move layers off the fullest rank as long as it, or else the next fullest, holds less.
@@ -148,8 +159,8 @@ def fill_splits(
     any known bound of the step.
     """
     below_s, rest_s, least_s = limits
-    if choices.again_s is None:
-        choices = replace(choices, again_s=least_again_s(blocks, choices, capacity))
+    if choices.ways is None:
+        choices = replace(choices, ways=rank_ways(blocks, choices, capacity))
     return StageFilling.side_by_side(
         [
             _filled(candidate, effort, (below_s, float(rest_s[number]), float(least_s[number])))
@@ -195,48 +206,46 @@ def split_bounds(
     """
     below_s, bounds_s = limits[0], list[float]()
     for times, rest_s in zip(SplitTimes.each(blocks, choices), limits[1].tolist(), strict=True):
-        bounds = SplitBounds(times, splits)
-        bounds_s.append(bounds.bound_s(bounds.paths(), below_s - rest_s) + rest_s)
+        bounds = SplitBounds(times, splits, (below_s - rest_s) * _ABOVE)
+        bounds.use_known()
+        bounds_s.append(bounds.bound_s() + rest_s)
     return np.array(bounds_s) * (1 - SURE)
 
 
 def _filled(candidate: SplitFilling, effort: Effort, limits: tuple[float, float, float]) -> StageFilling:
-    """Bound all splits, try some if they may be below a limit, and bound again if the gap is too wide."""
+    """Bound all splits and try some, if any may be below a limit; then again with flows, if one nearly is."""
     schedule, splits, (below_s, rest_s, bound_s) = candidate.blocks.schedule, candidate.search, limits
     best = StageFilling.nothing(schedule.num_stages, np.full(1, np.inf))
     (times,) = SplitTimes.each(candidate.blocks, candidate.choices)
-    bounds = SplitBounds(times, splits)
+    bounds = SplitBounds(times, splits, (below_s - rest_s) * _ABOVE)
     for step in range(_ROUNDS):
         limit_s = min(below_s, float(best.time_s[0]) * (1 - effort.gap))
+        near = best.time_s[0] < below_s * _NEARLY
+        most = max(splits.most_flows, _NEAR_FLOWS if near else 0, 0 if step or bounds.knows_flows else _FIRST_FLOWS)
+        if bound_s >= limit_s or (step and not most):
+            break
+        bound_s = _raised(bounds, splits, (bound_s, limit_s, rest_s), most)
         if bound_s >= limit_s:
             break
-        bound_s = _raised(bounds, splits, (bound_s, limit_s, rest_s))
-        if step == 0 and bound_s < limit_s:
-            best = candidate.best_of(candidate.starts(bounds.balanced, bounds.layers, bounds.even), best)
-            if not np.isfinite(min(below_s, best.time_s[0])):  # nothing is known to fit: begin where little is held
-                best = candidate.best_of([candidate.smallest()[0]])
-            if best.time_s[0] < below_s * _WITHIN:
-                best = candidate.improved(best, bounds)
-        if splits.seconds_left <= 0:
-            break
+        best = candidate.best_of(candidate.starts(*bounds.shares), best)
+        if not np.isfinite(min(below_s, best.time_s[0])):  # nothing is known to fit: begin where little is held
+            best = candidate.best_of([candidate.smallest()[0]])
+        if best.time_s[0] < below_s * _WITHIN:
+            best = candidate.improved(best, bounds)
     return replace(best, bound=np.array([min(bound_s, float(best.time_s[0]))]))
 
 
-def _raised(bounds: SplitBounds, splits: SplitSearch, seconds: tuple[float, float, float]) -> float:
-    """Raise a bound by flows that balance the stages, up to a limit, as long as a few more of them raise it.
+def _raised(bounds: SplitBounds, splits: SplitSearch, seconds: tuple[float, float, float], most: int) -> float:
+    """Raise a bound up to a limit, by so many flows at most, as long as these may raise it.
 
-    Given are the bound, the limit, and the least time of a step beside its micro-batches. Flows that raise no bound of
-    one candidate, as where memory decides, are not looked for in others with the same schedule.
+    Given are the bound, the limit, and the least time of a step beside its micro-batches.
     """
     bound_s, limit_s, rest_s = seconds
-    useful = splits.seconds_left > 0 and bounds.schedule not in splits.useless
-    for number in range(_BATCHES if useful else 1):
-        if useful:
-            bounds.balance(_STEPS)
-        raised_s = max(bound_s, (bounds.bound_s(bounds.paths(), limit_s - rest_s) + rest_s) * (1 - SURE))
-        gain, bound_s = raised_s / max(bound_s, 1e-30) - 1, raised_s
-        if gain < _GAIN or bound_s >= limit_s or splits.seconds_left <= 0:
-            if useful and number == 0 and gain < _GAIN:
-                splits.useless.add(bounds.schedule)
+    bounds.below_s = min(bounds.below_s, (limit_s - rest_s) * _ABOVE)
+    bounds.mix()
+    bound_s = max(bound_s, (bounds.bound_s() + rest_s) * (1 - SURE))
+    for _ in range(most // _FLOWS):
+        if bound_s >= limit_s or splits.seconds_left <= 0 or not bounds.find_flows(_FLOWS // 2):
             break
+        bound_s = max(bound_s, (bounds.bound_s() + rest_s) * (1 - SURE))
     return bound_s

@@ -12,74 +12,78 @@ from autoshard.schedule.counts import counts_of, in_flight_of
 from autoshard.schedule.schedule import Schedule
 from autoshard.schedule.waves import Floats, Ints
 from autoshard.search.fill.chunk_ways import chunk_ways
-from autoshard.search.fill.stage_options import ChunkLayers, StageChoices, stage_options
+from autoshard.search.fill.stage_options import ChunkLayers, RankWays, StageChoices, WayRows, stage_options
 from autoshard.spec.kernels import load_kernels
 
-_NEAR = 4  # layers by which a rank may be off an even share for it to be found what it must recompute
+_NEAR = 8  # layers by which a rank may be off an even share for it to be found what it must recompute
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SplitTimes:
-    """What the passes of one candidate take at least, each with its fastest recompute: [pass]."""
+    """What the passes of one candidate take, and the ways of its ranks that fit in memory."""
 
     schedule: Schedule
     num_layers: int
     sends: Sends
-    embed: Floats
-    layer: Floats
+    embed: Floats  # [pass], like the head: with the fastest recompute
     head: Floats
     started: Floats  # of every stage
-    again_s: Floats  # as ``least_again_s`` returns it: [sort, rank, total]
-    again_parts: Floats  # the least and the most of it that lies in each pass: [least or most, sort, pass]
+    kinds_s: Floats  # of a layer under each kind of recompute, and in the last row under any: [kind, pass]
+    plain_kind: int
+    rows: WayRows
+    fits: NDArray[np.bool_]  # [rank, way]
 
     @classmethod
     def each(cls, blocks: PipelineBlocks, choices: StageChoices) -> "Iterator[SplitTimes]":
         """Yield those of each candidate."""
-        assert choices.again_s is not None, "how much ranks compute again is known"
+        assert choices.ways is not None, "the ways of ranks are known"
         blocks = blocks.with_least_layers
-        embed, layer, head = fastest_passes(blocks, choices)
-        parts, sends_s = _again_parts(blocks, choices), np.broadcast_to(blocks.sends.time_s, blocks.num_candidates)
+        embed, least, head = fastest_passes(blocks, choices)
+        kinds_s = np.stack([*np.stack([getattr(blocks.layer, name) for name in PASSES], axis=1), least])
+        sends_s = np.broadcast_to(blocks.sends.time_s, blocks.num_candidates)
         for number in range(blocks.num_candidates):
             yield cls(
                 schedule=blocks.schedule,
                 num_layers=choices.num_layers,
                 sends=replace(blocks.sends, time_s=sends_s[number : number + 1]),
                 embed=embed[:, number],
-                layer=layer[:, number],
                 head=head[:, number],
                 started=_started_s(blocks),
-                again_s=choices.again_s[..., number],
-                again_parts=parts[..., number],
+                kinds_s=kinds_s[..., number],
+                plain_kind=choices.kinds.index(Recompute()),
+                rows=choices.ways.rows,
+                fits=choices.ways.fits[..., number],
             )
 
-    def again_runs(self, passes: Floats) -> Floats:
-        """Return how often flows run at least what a stage computes again, in whatever passes: [sort, flow, stage].
 
-        ``passes`` is how often they run each pass. What lies in no pass for certain may lie in any that has some of it.
-        """
-        least, most = self.again_parts
-        some = np.where(most[:, None, :, None] > 0, passes, np.inf).min(axis=2)
-        rest = np.maximum(1.0 - least.sum(axis=1), 0.0)[:, None, None]
-        return np.einsum("kp,jps->kjs", least, passes) + rest * np.where(np.isfinite(some), some, 0.0)
+def rank_ways(blocks: PipelineBlocks, choices: StageChoices, capacity: Floats) -> RankWays:
+    """Return the ways of ranks, and which of them fit.
 
-
-def least_again_s(blocks: PipelineBlocks, choices: StageChoices, capacity: Floats) -> Floats:
-    """Return the least seconds of recompute of ranks in a micro-batch, by their layers: [sort, rank, total, candidate].
-
-    Options that take longer in I alone are a sort, all others another. What they take is infinite where so many layers
-    do not fit. More layers hold more, so they recompute no less; far fewer than an even share may recompute nothing.
+    More layers hold more, so they recompute no less; far fewer than an even share may recompute nothing.
     """
-    totals = rank_totals(blocks.schedule, choices.num_layers)
+    totals, any_kind = rank_totals(blocks.schedule, choices.num_layers), len(choices.kinds)
+    num_ranks, count = blocks.schedule.num_ranks, blocks.num_candidates
     if choices.recompute is not None:  # pinned: there is nothing to find
-        return np.zeros((2, blocks.schedule.num_ranks, len(totals), blocks.num_candidates))
-    near_even = np.flatnonzero(np.abs(totals - choices.num_layers / blocks.schedule.num_ranks) < _NEAR)
-    held, extra_s, sorts, starts = _least_held(blocks, choices, totals[near_even])
-    least_s = np.zeros((2, blocks.schedule.num_ranks, len(totals), blocks.num_candidates))
-    for sort in (0, 1):
-        fitting_s = np.where((held <= capacity) & (sorts == sort), extra_s, np.inf)
-        again_s = np.minimum.reduceat(fitting_s, starts, axis=1)
-        least_s[sort][:, near_even], least_s[sort][:, near_even[-1] + 1 :] = again_s, again_s[:, -1:]
-    return least_s
+        rows = WayRows(totals=totals, kind=0 * totals + any_kind, again=totals, plain=0 * totals)
+        return RankWays(rows=rows, fits=np.ones((num_ranks, len(totals), count), dtype=bool))
+    near_even = np.flatnonzero(np.abs(totals - choices.num_layers / num_ranks) < _NEAR)
+    fewer, more = totals[: near_even[0]], totals[near_even[-1] + 1 :]
+    held, ways = _least_held(blocks, choices, totals[near_even])
+    fits = held <= capacity
+    last = np.flatnonzero(ways.totals == totals[near_even[-1]])
+
+    def joined(name: str, of_fewer: Ints) -> Ints:
+        column: Ints = getattr(ways, name)
+        return np.concatenate([of_fewer, column, np.tile(column[last], len(more))])
+
+    rows = WayRows(
+        totals=np.concatenate([fewer, ways.totals, np.repeat(more, len(last))]),
+        kind=joined("kind", 0 * fewer + any_kind),
+        again=joined("again", fewer),
+        plain=joined("plain", 0 * fewer),
+    )
+    few_fit = np.ones((num_ranks, len(fewer), count), dtype=bool)
+    return RankWays(rows=rows, fits=np.concatenate([few_fit, fits, np.tile(fits[:, last], (1, len(more), 1))], axis=1))
 
 
 def least_fullest_bytes(blocks: PipelineBlocks, choices: StageChoices) -> Floats:
@@ -87,8 +91,8 @@ def least_fullest_bytes(blocks: PipelineBlocks, choices: StageChoices) -> Floats
     if choices.recompute is not None:
         return np.zeros(blocks.num_candidates)  # what is pinned may differ from chunk to chunk
     totals = rank_totals(blocks.schedule, choices.num_layers)
-    held, _, _, starts = _least_held(blocks, choices, totals)
-    by_total = np.minimum.reduceat(held, starts, axis=1)
+    held, ways = _least_held(blocks, choices, totals)
+    by_total = np.minimum.reduceat(held, np.flatnonzero(np.diff(ways.totals, prepend=0)), axis=1)
     return np.array(
         [least_for_all(by_total[..., number], totals, choices.num_layers) for number in range(blocks.num_candidates)]
     )
@@ -118,36 +122,10 @@ def fastest_passes(blocks: PipelineBlocks, choices: StageChoices) -> tuple[Float
     return embed, np.stack([column.min(axis=0) for column in columns]), head
 
 
-def _sorts_of(blocks: PipelineBlocks, fastest: Floats) -> Ints:
-    """Return 0 for kinds of recompute that take longer than the fastest passes in I alone, or 1: [kind, candidate]."""
-    forward_s, _, weight_s = fastest
-    return 1 * ((blocks.layer.forward_s > forward_s) | (blocks.layer.weight_s > weight_s))
+def _least_held(blocks: PipelineBlocks, choices: StageChoices, totals: Ints) -> tuple[Floats, WayRows]:
+    """Return the ways of ranks with so many layers, and the least bytes of each: [rank, way, candidate].
 
-
-def _again_parts(blocks: PipelineBlocks, choices: StageChoices) -> Floats:
-    """Return the least and most parts of recompute in each pass, of any kind of a sort: [2, sort, pass, candidate].
-
-    Some layers of a stage may compute nothing again. Where that takes longer in some pass than another kind does, it
-    counts among the kinds of both sorts.
-    """
-    _, fastest, _ = fastest_passes(blocks, choices)
-    by_pass = np.stack([getattr(blocks.layer, name) for name in PASSES]) - fastest[:, None]  # [pass, kind, candidate]
-    again_s, sorts, possible = by_pass.sum(axis=0), _sorts_of(blocks, fastest), _possible(blocks, choices)
-    part = by_pass / np.maximum(again_s, 1e-30)
-    plain = np.array([kind == Recompute() for kind in choices.kinds])[:, None]  # beside layers of either sort
-    each_sort = [possible & ((sorts == sort) | plain) & (again_s > 0) for sort in (0, 1)]
-    in_input = np.array([0.0, 1.0, 0.0])[:, None]  # where no kind of a sort may be used
-    least = [np.where(of.any(axis=0), np.where(of, part, 1.0).min(axis=1), in_input) for of in each_sort]
-    most = [np.where(of.any(axis=0), np.where(of, part, 0.0).max(axis=1), in_input) for of in each_sort]
-    return np.array([least, most])
-
-
-def _least_held(blocks: PipelineBlocks, choices: StageChoices, totals: Ints) -> tuple[Floats, Floats, Ints, Ints]:
-    """Return the least bytes of every option, its recompute in a micro-batch, and its sort: [rank, option, candidate].
-
-    All layers hold as little as any. Options are those of a number of layers, in order of it; the last value says where
-    those of each number begin.
-    Every chunk has a layer, all others lie where they are kept least.
+    All layers hold as little as any. Every chunk has a layer, all others lie where they are kept least.
     """
     blocks, schedule, chunks = blocks.with_least_layers, blocks.schedule, blocks.schedule.num_chunks
     count = np.ones((schedule.num_ranks, len(totals), chunks), dtype=np.int64)
@@ -158,11 +136,6 @@ def _least_held(blocks: PipelineBlocks, choices: StageChoices, totals: Ints) -> 
     kind = np.broadcast_to(options.kind[..., 0], shape[:2])
     again = np.broadcast_to(options.recomputed.sum(axis=2), shape[:2])
     plain = options.num_layers - again
-    embed, layer, head = fastest_passes(blocks, choices)
-    counts, ends_s = counts_of(schedule), np.full((schedule.num_ranks, 1, shape[2]), chunks * _started_s(blocks).sum())
-    for stage, passes in ((0, embed), (-1, head)):
-        ends_s[counts.ranks[stage]] += passes.sum(axis=0)
-    extra_s = prices.pass_s - (again + plain)[..., None] * layer.sum(axis=0) - ends_s
     memory = {part: np.broadcast_to(size, shape) for part, size in prices.memory.items()}
     if chunks > 1:
         if ways := chunk_ways(schedule, tuple(totals.tolist())):
@@ -178,10 +151,8 @@ def _least_held(blocks: PipelineBlocks, choices: StageChoices, totals: Ints) -> 
         if reserved:
             excluded = memory.pop("reserved") * 0.0 + memory["runtime"]
             memory["reserved"] = reserved.share * (sum(memory.values()) - excluded)
-    starts = np.flatnonzero(np.diff(divisions, prepend=-1))
-    by_kind = _sorts_of(blocks, layer)
-    sorts = np.maximum(by_kind[kind], np.where(plain[..., None] > 0, by_kind[options.plain_kind], 0))
-    return np.where(allowed, sum(memory.values()), np.inf), np.maximum(extra_s, 0.0), sorts, starts
+    rows = WayRows(totals=totals[divisions], kind=kind[0], again=again[0], plain=plain[0])
+    return np.where(allowed, sum(memory.values()), np.inf), rows
 
 
 def _least_memory(

@@ -30,7 +30,7 @@ from autoshard.search.fill.stage_options import (
 )
 
 _MORE = 2  # layers beyond an even share that a stage may get at first
-PROVEN = Effort(most_splits=100_000, split_s=60.0, most_idle=np.inf, most_changes=20_000, changes_s=2.0)
+PROVEN = Effort(most_splits=100_000, split_s=60.0, tight_s=60.0, most_idle=np.inf, most_changes=20_000, changes_s=2.0)
 EVERYTHING = replace(PROVEN, gap=0.0, split_s=np.inf)
 
 

@@ -35,11 +35,35 @@ class Effort:
     gap: float = 5e-3
     most_splits: int = 5_000  # of a candidate, all of which are timed where a gap is left
     split_s: float = 2.0  # that splits may be looked for under schedules whose longest paths are not known
+    tight_s: float = 0.7  # that bounds of solved points may be raised for, when all else is done
+    wide_gap: float = 0.03  # beyond which they may be raised for so many seconds more
+    wide_s: float = 2.0
     most_idle: float = 32  # groups of points that are solved without a better answer, where they cannot raise the bound
     exhaustive: bool = False  # no point is left out because of its bound
     at_once: bool = False  # a plain plan is made before all else, in case the search is stopped
     most_changes: int = 5_000  # of the best plan that a local search tries, and the seconds that it may take
     changes_s: float = 0.4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class WayRows:
+    """What the layers of a rank may compute again, a way in each row: so many layers, under one kind or nothing.
+
+    The remaining layers take in each pass as little as under any kind: the number of kinds stands for that as well.
+    """
+
+    totals: Ints  # layers of the rank, in order
+    kind: Ints
+    again: Ints  # layers of this kind: one or more in every chunk
+    plain: Ints  # layers that keep all
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RankWays(PerCandidate):
+    """The ways of ranks, and which of them fit in memory: none that fits is left out."""
+
+    rows: WayRows
+    fits: NDArray[np.bool_]  # [rank, way, candidate]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -52,7 +76,7 @@ class StageChoices(PerCandidate):
     stages: Split | None  # pinned
     recompute: tuple[Recompute, ...] | None  # pinned, one entry for all stages or one for each
     partly: bool = True  # whether a stage may recompute some of its layers in full
-    again_s: Floats | None = None  # what ``least_again_s`` returns, once that is known
+    ways: RankWays | None = None  # of ranks, once they are known
     differ: bool = False  # whether there are several kinds of layers
 
     def listed_splits(self, schedule: Schedule) -> "tuple[Split, ...] | None":
