@@ -2,6 +2,7 @@
 
 import itertools
 from dataclasses import replace
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import given, strategies as st
 from hypothesis.extra.numpy import arrays
 
 from autoshard.schedule.counts import counts_of
-from autoshard.search.fill import chunk_ways
+from autoshard.search.fill import chunk_ways, split_times
 from autoshard.search.fill.split_bounds import SplitBounds, SplitSearch
 from autoshard.search.fill.split_times import SplitTimes, rank_ways
 from autoshard.search.fill.stage_options import NEVER, ChunkLayers, RankOptions
@@ -20,17 +21,18 @@ from tests.search.test_stage_filling import Case, cases, every_filling
 SPLIT = st.one_of(cases(("interleaved",), chunks=2, most_ranks=3), cases(("zb_h1",), most_ranks=3))
 
 
-def times_of(case: Case, capacity: float = np.inf) -> list[SplitTimes]:
-    """The times of each candidate in a memory."""
-    ways = rank_ways(case.blocks, case.choices, np.full(case.blocks.num_candidates, capacity))
+def times_of(case: Case, capacity: float = np.inf, near: int = 8) -> list[SplitTimes]:
+    """The times of each candidate in a memory; how far from an even share ways are looked at one by one."""
+    with patch.object(split_times, "_NEAR", near):
+        ways = rank_ways(case.blocks, case.choices, np.full(case.blocks.num_candidates, capacity))
     return list(SplitTimes.each(case.blocks, replace(case.choices, ways=ways)))
 
 
-@given(SPLIT, st.sampled_from([0.5, 0.98, 1.02, 10.0]))
-def test_flows_raise_bounds_and_none_is_above_the_fastest_filling_or_the_limit(case: Case, share: float):
+@given(SPLIT, st.sampled_from([0.5, 0.98, 1.0001, 1.0001, 1.02, 10.0]), st.sampled_from([1, 8]))
+def test_flows_raise_bounds_and_none_is_above_the_fastest_filling_or_the_limit(case: Case, share: float, near: int):
     truth = every_filling(case)
     least_s = (truth.time_s - truth.rest_s.min(axis=0) - case.blocks.fixed_s).min(axis=0)
-    for times, fastest_s in zip(times_of(case, case.capacity), least_s.tolist(), strict=True):
+    for times, fastest_s in zip(times_of(case, case.capacity, near), least_s.tolist(), strict=True):
         below_s = share * fastest_s if np.isfinite(fastest_s) else np.inf
         bounds = SplitBounds(times, SplitSearch(), below_s)
         bounds.mix()
@@ -39,6 +41,35 @@ def test_flows_raise_bounds_and_none_is_above_the_fastest_filling_or_the_limit(c
         second_s = bounds.bound_s()
         assert second_s >= min(first_s, below_s) * (1 - 1e-9)
         assert second_s <= max(fastest_s, 0.0) * (1 + 1e-9) and (second_s <= below_s or np.isinf(fastest_s))
+
+
+@given(SPLIT, st.integers(0, 10**6))
+def test_no_split_in_which_a_rank_has_so_many_layers_is_shorter_in_all_flows_than_is_said(case: Case, seed: int):
+    """Against splits that are drawn, with the ways that fit and places of their layers in the chunks of a rank."""
+    schedule, random = case.blocks.schedule, np.random.default_rng(seed)
+    stages, num_layers = counts_of(schedule).stages, case.choices.num_layers
+    for times in times_of(case, case.capacity, int(random.integers(1, 9))):
+        bounds = SplitBounds(times, SplitSearch(), np.inf)
+        bounds.use_known()
+        bounds.bound_s()
+        ways, first = WayCosts.of(times, np.inf), int(bounds._ways.totals[0])
+        columns = np.array([ways.rows.totals, ways.rows.kind, ways.rows.again, ways.rows.plain])
+        for _ in range(30):
+            shares = random.multinomial(num_layers - stages.size, np.full(len(stages), 1 / len(stages)))
+            totals, layers = shares + stages.shape[1], np.zeros((len(times.kinds_s), schedule.num_stages))
+            fitting = [np.flatnonzero(ways.fits[:, rank] & (columns[0] == t)) for rank, t in enumerate(totals.tolist())]
+            if not all(len(numbers) for numbers in fitting):
+                continue
+            for rank_stages, numbers in zip(stages, fitting, strict=True):
+                total, kind, again, plain = columns[:, random.choice(numbers)].tolist()
+                layers[kind, rank_stages] += 1
+                counts = ((kind, again - len(rank_stages)), (times.plain_kind, plain), (-1, total - again - plain))
+                for row, count in counts:
+                    places = np.full(len(rank_stages), 1 / len(rank_stages))
+                    layers[row, rank_stages] += random.multinomial(count, places)
+            longest_s = float(bounds._flows.lengths_s(layers[None]).max())
+            said_s = bounds._by_rank_s[np.arange(len(stages)), totals - first]
+            assert np.all(said_s <= longest_s * (1 + 1e-9)), (said_s, longest_s)
 
 
 @given(SPLIT)
@@ -58,7 +89,7 @@ def test_a_rank_computes_again_in_every_micro_batch_if_no_other_way_fits(case: C
 
 @given(cases(("interleaved",), chunks=2, most_ranks=3), st.integers(0, 10**6))
 def test_a_way_costs_no_more_than_any_place_of_its_layers_and_its_answer_costs_just_that(case: Case, seed: int):
-    (times, *_), stages = times_of(case), counts_of(case.blocks.schedule).stages
+    (times, *_), stages = times_of(case, near=1 + seed % 3), counts_of(case.blocks.schedule).stages
     passes = np.random.default_rng(seed).random((1, 3 * case.blocks.schedule.num_stages + 1))
     flow, ways = FlowTimes.of(times, passes), WayCosts.of(times, np.inf)
     costs_s = ways.costs_s(flow.layer_s[0][:, stages])
@@ -78,6 +109,19 @@ def test_a_way_costs_no_more_than_any_place_of_its_layers_and_its_answer_costs_j
     layers = ways.layers(flow.layer_s[0], totals)
     assert layers.sum() == case.choices.num_layers and layers.sum(axis=0).min() >= 1
     assert float(flow.lengths_s(layers[None])[0, 0]) == pytest.approx(float(flow.fixed_s[0]) + least_s, rel=1e-9)
+
+
+@given(SPLIT, st.integers(0, 10**6))
+def test_ways_that_are_not_looked_at_one_by_one_cost_no_more_than_those_that_are(case: Case, seed: int):
+    stages = counts_of(case.blocks.schedule).stages
+    passes = np.random.default_rng(seed).random((1, 3 * case.blocks.schedule.num_stages + 1))
+    each_near = [times_of(case, case.capacity, near) for near in (1, 8)]
+    for both in zip(*each_near, strict=True):
+        costs_s: list[np.ndarray] = []
+        for times in both:
+            ways = WayCosts.of(times, np.inf)
+            costs_s.append(ways.by_total_s(ways.costs_s(FlowTimes.of(times, passes).layer_s[0][:, stages])))
+        assert np.all(costs_s[0] <= costs_s[1] * (1 + 1e-9))
 
 
 @given(
