@@ -22,6 +22,7 @@ from autoshard.search.ask.arguments import (
     require_choices,
     require_price,
     require_types,
+    stated_name,
 )
 from autoshard.search.ask.choice.doubt import DOUBT
 from autoshard.search.ask.no_plan import unanswered
@@ -96,7 +97,7 @@ def plan(  # noqa: PLR0913
         stated = QuestionOptions(seq_len=seq_len, global_batch=global_batch, precision=precision, price=price)
         pins = TextPins(fix if isinstance(fix, str) else pins_text(fix)) if fix else None
         stated = replace(stated, fix=pins, headroom=headroom, release=prices.release)
-        question = how.applied(replace(stated, model=str(model), cluster=str(cluster)))
+        question = how.applied(replace(stated, model=stated_name(model), cluster=stated_name(cluster)))
         require_choices(objective, choose)
         request = request_of(question, nodes, Brought.of(model, cluster, workload, prices))
         require_price(request.cluster, objective)
@@ -147,7 +148,7 @@ def request_of(question: QuestionOptions, nodes: int | None = None, brought: Bro
     model = values.model or look_up("model", lambda: load_model(question.model or ""))
     pins = look_up("fix", lambda: pins_from_text(question.fix))
     name, lnc = question.cluster or DEFAULT_CLUSTER, question.lnc
-    if lnc is None and pins and "lnc" in pins:
+    if lnc is None and pins and "lnc" in pins and not values.cluster:
         with suppress(InputError):  # a Rule says what is wrong with logical cores that are not offered
             lnc = load_cluster(name, lnc=pins["lnc"]).lnc
     machine, size = values.cluster, 1 if nodes is None else nodes

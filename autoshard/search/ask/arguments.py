@@ -108,6 +108,11 @@ class Brought:
         )
 
 
+def stated_name(value: object) -> str | None:
+    """Return a name or a path as text, and nothing of any other value."""
+    return str(value) if isinstance(value, str | Path) else None
+
+
 def as_whole(value: Any) -> Any:
     """Return a whole number of numpy as one of Python, and anything else as it is."""
     return int(value) if not isinstance(value, bool) and isinstance(value, Integral) else value
