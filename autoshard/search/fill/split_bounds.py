@@ -33,7 +33,7 @@ _ROUNDS = 4  # in which numbers of layers are excluded
 _ANSWERS = 3  # of splits to a mixture of flows
 _MORE_ANSWERS = 4  # than stages, that are kept
 _CLOSE = 1e-5  # of a bound: what an answer has to take off
-_LATEST = 4  # flows that are kept though the mixture has no part of them
+_LATEST = 4  # flows that are kept though the mixture has no part of them, and flows of others that are tried first
 _CONVERGED = 1e-3  # of a bound: what further flows might add, to be worth their time
 _PRICES = 24  # of a layer, among which the best is taken
 

@@ -49,7 +49,7 @@ class Effort:
 class WayRows:
     """What the layers of a rank may compute again, a way in each row: so many layers, under one kind or nothing.
 
-    The remaining layers take in each pass as little as under any kind: the number of kinds stands for that as well.
+    The remaining layers take in each pass as little as under any kind. The number of kinds is their ``kind``.
     """
 
     totals: Ints  # layers of the rank, in order
