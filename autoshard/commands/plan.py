@@ -17,6 +17,7 @@ from autoshard.commands.writing.modes import idle_options
 from autoshard.commands.writing.places import place_checks
 from autoshard.commands.writing.resizing import (
     LikeQuestion,
+    names_before,
     request_like,
     resume_command,
     resuming_answer,
@@ -151,7 +152,8 @@ def plan(
     to.refuse_to_replace(like, searches=at is None)
     selection = num_searched(choose, top or SHOWN), choose
     if like is not None:
-        return _answer_again(like, request_like(like, question, nodes, options.applied), options, to, selection)
+        again = request_like(like, question, nodes, options.applied)
+        return _answer_again(like, again, replace(options, objective=again.request.objective), to, selection)
     if several or to.deadline or to.budget:
         return _of_machines(question, options, to, nodes, selection)
     request, *larger = options.requests(on_this_machine(question), nodes, module)
@@ -234,6 +236,7 @@ def _answer_again(
 ) -> int:
     """Answer the question of a plan for at most so many nodes: show so many plans, and write the one that is chosen."""
     old, (num_plans, choose) = question.old, selection
+    num_plans = max(num_plans, *(num_searched(name, 1) for name in names_before(old)), 1)
     with _searching(options) as watch:
 
         def ask(request: Request, points: Known) -> SearchResult:

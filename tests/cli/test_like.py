@@ -109,3 +109,14 @@ def test_what_fewer_nodes_cannot_keep_is_let_go_and_said(typed: Typed):
     assert load(Path("plan.json")).kernels == "te"
     code, _, err = typed("plan --like old.json --nodes 1 --fix cp=16")  # what is typed now is never let go
     assert code == 2 and "cp=16" in err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("asked", ["--choose 2", "--choose 5", "--choose fastest", "--objective memory", ""])
+def test_as_many_ranks_as_before_have_the_same_answer(asked: str, typed: Typed):
+    question = "plan --model tiny-llama --cluster local --fix pp=2,recompute=none"
+    before = json.loads(typed(f"{question} {asked} --out old.json --json")[1])
+    again = json.loads(typed("plan --like old.json --ranks 4 --out new.json --json")[1])
+    for key in ("written", "plan"):
+        assert again[key] == before[key]
+    assert [row["candidate"] for row in again["answers"][:2]] == [row["candidate"] for row in before["answers"][:2]]

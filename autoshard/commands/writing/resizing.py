@@ -20,7 +20,7 @@ from autoshard.plan.diff import diff
 from autoshard.plan.found import search_record
 from autoshard.plan.plan import Plan
 from autoshard.run.folder import PLAN, TRAINING
-from autoshard.search.ask.answers import PlanResult
+from autoshard.search.ask.answers import SMALLEST, PlanResult
 from autoshard.search.ask.api import engines_of, layouts_of, pins_from_text
 from autoshard.search.ask.planner import AtMost, Known, SearchResult, Size, at_most
 from autoshard.search.bound.request import Request
@@ -93,6 +93,8 @@ def request_like(
             calibration=load_calibration(Path(constants)) if constants else carried,
         )
     )
+    if _minimised_memory(old):
+        request = replace(request, objective="memory")
     freed = replace(
         request,
         pins=request.pins if stated else kernels,
@@ -110,12 +112,24 @@ def _fixed_in(plan: Plan) -> tuple[Pins, Mapping[str, str]]:
     return keys, {tensor: layout for tensor, _, layout in (pin.partition("=") for pin in record.pins)}
 
 
-def same_answer(old: Plan, result: PlanResult) -> PlanResult:
-    """Return the answers, of which the one with the name of the old plan is preferred, where there is one."""
+def _minimised_memory(plan: Plan) -> bool:
+    """Say whether the question of a plan was for the least memory."""
+    record = search_record(plan)
+    return record is not None and record.answers[0].name == SMALLEST
+
+
+def names_before(old: Plan) -> tuple[str, ...]:
+    """Return the names that the answer of a plan had; the number of a runner-up only where it had no other name."""
     record = search_record(old)
     names = record.names_of(old) if record else ()
+    return tuple(name for name in names if not name.isdecimal()) or names
+
+
+def same_answer(old: Plan, result: PlanResult) -> PlanResult:
+    """Return the answers, of which the one with the name of the old plan is preferred, where there is one."""
+    names = names_before(old)
     name = next((answer.name for answer in result.answers if answer.name in names and not answer.against), result.name)
-    return result if result.name in names or name.isdecimal() else replace(result, name=name)
+    return result if result.name in names else replace(result, name=name)
 
 
 def _cluster_left(old: Plan, ranks: int | None, nodes: int) -> Cluster:
