@@ -379,7 +379,9 @@ def _one_candidate(request: Request, text: str, to: Target, coded: Callable[[Pla
             if not refused:
                 raise
             shapeless = str(error)
-    refused = reasons_against(estimate) if estimate else refused
+    if estimate:  # a plan states no logical cores but those of its cluster
+        reasons = reasons_against(estimate)
+        refused = (*(reason for reason in refused if reason.rule_id == "lnc"), *reasons)
     estimate = coded(estimate) if estimate and not refused else estimate
     written = to.write(estimate) if estimate and not refused else Written()
     if to.json:

@@ -110,9 +110,12 @@ WRONG = [
     (f"{LOCAL} --at tp=3", ["--at tp=3,pp=1,cp=1: tp*pp*cp is 3"]),
     ("plan --model no --cluster no --nodes 0", ["--model: 'no' is not a known", "--cluster: 'no'", "--nodes: must"]),
     (f"{TRN1} --cluster trn2.48xlarge --lnc 3", ["--lnc: trn2.48xlarge has no lnc 3. Use 1 or 2"]),
+    (f"{TRN1} --cluster trn2.48xlarge --fix lnc=3", ["--fix lnc=3: trn2.48xlarge has no lnc 3. Use 1 or 2"]),
+    (f"{TRN1} --cluster trn9 --fix lnc=3", ["autoshard: --cluster: 'trn9' is not a cluster"]),
 ]
 REFUSED = [  # answers with exit code 1: on stdout what was asked about a candidate, on stderr why there is no plan
     (f"{TRN1} --at tp=2", "refused tp=2: trn1 runs tp 1, 8 or 32"),
+    (f"{TRN1} --cluster trn2.48xlarge --at tp=4,lnc=3", "refused lnc=3: trn2.48xlarge is planned with lnc 2. Use"),
     (f"{TRN1} --at tp=8", "refused prediction.stage_memory[0]: pipeline rank 0 is predicted to need"),
     (f"{TRN1} --at tp=8,mbs=1024", "no estimate: dp=4,mbs=1024: a step of 1024 sequences does not divide"),
     (f"{LOCAL} --ranks 7 --json", "layouts of tiny-llama on this machine with 7 ranks is refused"),

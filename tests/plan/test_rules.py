@@ -93,7 +93,7 @@ BREAKS = {
     "zero-effect": (GPU, "tp=8,pp=2,zero=3", "nothing to spread over", "tp=8,pp=1,zero=3"),
     "boundary": (GPU, "tp=8,boundary=[batch, seq/dp, hidden]", "Write batch/dp",
                  "tp=8,boundary=[batch/dp, seq, hidden/tp]"),
-    "lnc": ({"cluster_name": "trn2.48xlarge", "lnc": 2}, "tp=32,lnc=1", "Use --lnc 1", "tp=32,lnc=2"),
+    "lnc": ({"cluster_name": "trn2.48xlarge", "lnc": 2}, "tp=32,lnc=1", "Use lnc=2, or leave lnc out", "tp=32,lnc=2"),
     "place": (GPU, "tp=8,place=3/0-2", "places 4 ranks, but a node of h100-80 has 8", "tp=8,place=7-0"),
     "library-effect": (GPU, "tp=8,kernels=te+deepep", "is dense; it has no experts to which deepep would send tokens. "
                        "Use kernels=te", "tp=8,kernels=te"),

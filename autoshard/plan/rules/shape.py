@@ -351,7 +351,7 @@ def boundary(c: Columns) -> Verdict:
 def lnc(c: Columns) -> Verdict:
     have, lnc_asked = c.cluster.lnc, c.shared.lnc
     yield lnc_asked in (None, have)
-    remedy = f"is planned with lnc {have}. Use --lnc {lnc_asked} to plan for the other"
+    remedy = f"is planned with lnc {have}. Use lnc={have}, or leave lnc out"
     yield f"lnc={lnc_asked}: {c.cluster.name} {remedy if have else 'has no logical cores to configure. Leave lnc out'}"
 
 

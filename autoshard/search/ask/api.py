@@ -1,7 +1,6 @@
 """The planner from Python: one verb that takes small parts."""
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -149,8 +148,7 @@ def request_of(question: QuestionOptions, nodes: int | None = None, brought: Bro
     pins = look_up("fix", lambda: pins_from_text(question.fix))
     name, lnc = question.cluster or DEFAULT_CLUSTER, question.lnc
     if lnc is None and pins and "lnc" in pins and not values.cluster:
-        with suppress(InputError):  # a Rule says what is wrong with logical cores that are not offered
-            lnc = load_cluster(name, lnc=pins["lnc"]).lnc
+        lnc = look_up("fix", lambda: _offered_lnc(name, pins["lnc"]))
     machine, size = values.cluster, 1 if nodes is None else nodes
     cluster = look_up(
         "cluster",
@@ -180,6 +178,17 @@ def request_of(question: QuestionOptions, nodes: int | None = None, brought: Bro
         )
     except InputError as error:
         raise InputError(_option_faults(error, "precision")) from None
+
+
+def _offered_lnc(cluster: str, lnc: int) -> int | None:
+    """Return logical cores that are pinned, refused where the cluster does not offer them."""
+    try:
+        return load_cluster(cluster, lnc=lnc).lnc
+    except InputError as error:
+        refused = [fault for fault in error.faults if fault.where == "lnc"]
+    if refused:  # what else is wrong with the cluster is said where that is looked up
+        raise InputError(Fault(where=f"lnc={lnc}", message=fault.message) for fault in refused)
+    return None
 
 
 def _resized(cluster: Cluster, nodes: int | None) -> Cluster:
