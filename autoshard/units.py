@@ -87,6 +87,15 @@ def format_at_most(share: float) -> str:
     return f"{math.ceil(share * 1e4 - 1e-6) / 100:.2f}%"
 
 
+def format_change(share: float, digits: int = 1) -> str:
+    """Write in percent by how much something differs, with its sign; what is too little to be written has none.
+
+    >>> format_change(0.0123), format_change(-0.35, 0), format_change(-0.0004), format_change(4e-4, 0)
+    ('+1.2%', '-35%', '0.0%', '0%')
+    """
+    return f"{share:+.{digits}%}" if round(share, digits + 2) else f"{0:.{digits}%}"
+
+
 def format_dollars(usd: float) -> str:
     """Print an amount of money: cents where they count, two digits of what is less than a cent.
 

@@ -150,7 +150,7 @@ class _RowReader:
         nodes = row.nodes or math.ceil((row.chips or 0) / most)
         chips = row.chips or nodes * most
         fits = chips % nodes == 0 and chips // nodes <= most
-        require((fits, "chips", f"{chips} chips on {nodes} nodes; a node of {name} has {most}"))
+        require((fits, "chips", f"{counted(chips, 'chip')} on {counted(nodes, 'node')}; a node of {name} has {most}"))
         return nodes, chips // nodes
 
     def candidate(self, cluster: Cluster, model: ModelSpec) -> Candidate | None:

@@ -19,6 +19,7 @@ from autoshard.report.advice import STEPS, advice_json, advice_sheets
 from autoshard.spec.cluster import LOCAL
 from autoshard.spec.recipe import DEFAULT_CLUSTER, QuestionOptions
 from autoshard.spec.record import encode
+from autoshard.units import counted
 
 _OPTIONS = 16  # plans that can be chosen: of more, the last are far slower than any error of the first
 _SWEEP, _RUNS, _GIVEN = "sweep.yaml", "runs", "given.jsonl"
@@ -64,7 +65,7 @@ def advise(
     plans = searched(request, _OPTIONS, options).plans
     runs = proposed_runs(request, plans, run_nodes) if len(plans) > 1 else []
     if len(plans) > 1 and not runs:
-        why = f"none of the {len(plans)} best plans may be made so small that it runs on {run_nodes} nodes"
+        why = f"none of the {len(plans)} best plans may be made so small that it runs on {counted(run_nodes, 'node')}"
         raise NoPlan(f"no run: {why}. Allow more with --run-nodes")
     advice = advised(plans, runs, timed.samples, request.constants, budget)
     print_answer(advice_json(advice, total) if json else advice_sheets(advice, total))

@@ -25,7 +25,7 @@ from autoshard.plan.codec import load, plan_hash, with_planned_code
 from autoshard.plan.plan import Plan
 from autoshard.spec.recipe import QuestionOptions
 from autoshard.spec.training import Training
-from autoshard.units import format_seconds, format_wait
+from autoshard.units import counted, format_seconds, format_wait
 
 _MADE = "Made by autoshard launch."
 
@@ -127,7 +127,8 @@ def _summary(job: Job, files: Files, out: Path, edited: Sequence[str]) -> str:
     assert prediction, "a checked plan has one"
     steps, folder = job.training.steps, word(str(out))
     whole_s, limit_s = steps * prediction.step_time_s, job.place.limit_s
-    took = f"{format_seconds(prediction.step_time_s)} a step, {format_wait(whole_s)} for {steps:,} steps"
+    count = counted(steps, "step", form=",")
+    took = f"{format_seconds(prediction.step_time_s)} a step, {format_wait(whole_s)} for {count}"
     took += (
         f": at least {math.ceil(whole_s / limit_s)} jobs of {job.place.time}" if limit_s and whole_s > limit_s else ""
     )

@@ -36,6 +36,7 @@ from autoshard.spec.cluster import LOCAL
 from autoshard.spec.model_catalogue import load_model, model_names
 from autoshard.spec.recipe import QuestionOptions
 from autoshard.spec.training import Checkpointing, DataSpec, Evaluating, Training
+from autoshard.units import counted
 
 
 def run(
@@ -205,7 +206,9 @@ def _on_device(execution: Execution, launched: GivenRank | None) -> Execution:
     if device not in (XLA, HOST):
         notes = [f"devices: {device}, one for each rank"]
     elif device == HOST and (elsewhere := _elsewhere_notes(plan)):
-        none = f"devices: none here for {plan.mesh.num_ranks} ranks, so the run uses this machine's processors"
+        none = (
+            f"devices: none here for {counted(plan.mesh.num_ranks, 'rank')}, so the run uses this machine's processors"
+        )
         notes = [none, *elsewhere]
     return replace(execution, notes=(*execution.notes, *notes), run=replace(execution.run, device=device))
 
@@ -229,7 +232,7 @@ def _refuse_machine(execution: Execution, path: Path, launched: GivenRank | None
     last, steps = max(execution.run.profile, default=0), execution.run.training.steps
     unseen = "torch's profiler sees no NeuronCore. Leave the option out, and record with neuron-profile"
     require(
-        (last <= steps, "--profile", f"the run has {steps} steps, so step {last} is none of them"),
+        (last <= steps, "--profile", f"the run has {counted(steps, 'step')}, so step {last} is none of them"),
         (not last or execution.run.device != XLA, "--profile", unseen),
     )
     if execution.engine == "nxd":

@@ -19,7 +19,7 @@ from autoshard.report.words import (
     time_bar,
 )
 from autoshard.spec.record import decode, encode
-from autoshard.units import counted, format_seconds
+from autoshard.units import counted, format_change, format_seconds
 
 _LEAST_SHARE = 0.005  # of a step: smaller differences are not listed
 _TITLE = "slower than {}, with its 80% interval; sure: the chance that it is slower"
@@ -110,7 +110,7 @@ def answers_notes(answers: Sequence[Node]) -> Iterator[Cell]:
 
 def slower_words(answer: Node) -> Cell:
     """Return how much slower than the fastest an answer is, with its 80% interval; nothing for the fastest itself."""
-    slower, ratio = answer["slower"].figure("{:+.1%}".format), answer["ratio"]
+    slower, ratio = answer["slower"].figure(format_change), answer["ratio"]
     if not ratio:
         return slower if answer["slower"].value else ""
     low, high = (ratio[end].figure(lambda end: signed_words(end - 1)) for end in ("low", "high"))

@@ -8,7 +8,7 @@ from autoshard.plan.explanation import WhyNot
 from autoshard.plan.plan import Plan
 from autoshard.report.sheet import Cell, Column, Fact, Node, Sheet, Table, Words, largest_of, sheet_rows
 from autoshard.report.words import TIME_WORDS, ratio_words
-from autoshard.units import GIB, format_bytes, format_count, format_named, format_seconds
+from autoshard.units import GIB, format_bytes, format_change, format_count, format_named, format_seconds
 
 _MOST_CHANGES, _MOST_LINES, _MOST_REASONS = 16, 6, 2
 _SHORT = 24  # characters of a value that stands in a table
@@ -221,7 +221,7 @@ def _predicted(figures: Node, heads: Names) -> Table:
             share = second.value / first.value - 1 if first.value and second.value is not None else 0.0
             larger = largest_of((first, second))
             both = first.figure(beside=larger), second.figure(beside=larger)
-            rows.append((name, *both, f"{share:+.1%}" if round(share, 9) else ""))
+            rows.append((name, *both, format_change(share) if round(share, 9) else ""))
     a, b = heads
     columns = ("", f">{a}", f">{b}", f">{b} against {a}")
     return Table("What is predicted", columns, rows, drop=columns[-1:])

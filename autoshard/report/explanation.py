@@ -22,7 +22,7 @@ from autoshard.report.plan_sheets import (
 from autoshard.report.sheet import Cell, Fact, Node, Sheet, Table, Words
 from autoshard.report.words import TIME_WORDS, prediction_of, software_of
 from autoshard.spec.record import encode
-from autoshard.units import format_bytes, format_seconds
+from autoshard.units import format_bytes, format_change, format_seconds
 
 _FEW_ROWS = 10  # of pipeline ranks, on the first screen
 _PASSES = ("F", "I", "W")
@@ -121,4 +121,4 @@ def _second_best(cut: Node, block_s: float) -> Cell:
     if not cut:
         return ""
     refused = f", but {cut['refused'].value}" if cut["refused"].value else ""
-    return f"{cut['cut'].value}: ", cut["more_s"].figure(lambda more_s: f"{more_s / block_s:+.1%}"), refused
+    return f"{cut['cut'].value}: ", cut["more_s"].figure(lambda more_s: format_change(more_s / block_s)), refused

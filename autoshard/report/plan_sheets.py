@@ -16,7 +16,6 @@ from autoshard.report.words import (
     axes_words,
     compiled_words,
     kept_free_words,
-    large_words,
     layers_of,
     layout_words,
     nodes_of,
@@ -27,6 +26,7 @@ from autoshard.report.words import (
     search_words,
     software_of,
     time_bar,
+    tokens_words,
     zero_words,
 )
 from autoshard.spec.cluster import LOCAL, Cluster
@@ -226,7 +226,7 @@ def doubts(outside: Mapping[str, str], most: int | None = None) -> Iterator[Word
 
 def day_fact(plan: Plan, dollars: Node) -> Fact:
     """Say how many tokens a day trains on, and what it costs at which price."""
-    tokens = f"{large_words(prediction_of(plan).tokens_per_s * _DAY_S)} tokens"
+    tokens = f"{tokens_words(prediction_of(plan).tokens_per_s * _DAY_S)}"
     if not plan.dollars:
         return Fact("day", tokens)
     usd = plan.dollars.price_usd_per_node_hour * 24 * plan.cluster.num_nodes
@@ -245,7 +245,8 @@ def total_words(plan: Plan, total_tokens: float) -> str:
     """Say how long all of the tokens take, what they cost, and both at the slow end of the prediction."""
     times = prediction_of(plan).high_s / prediction_of(plan).step_time_s
     slow = f"; up to {total_cell(plan, total_tokens, times)}" if times > 1 else ""
-    return f"{large_words(total_tokens)} tokens take {total_cell(plan, total_tokens)}{slow}"
+    take = "takes" if total_tokens == 1 else "take"
+    return f"{tokens_words(total_tokens)} {take} {total_cell(plan, total_tokens)}{slow}"
 
 
 def total_cell(plan: Plan, total_tokens: float, times: float = 1.0) -> str:
@@ -336,7 +337,9 @@ def refused_sheet(record: Node, proven: str) -> Sheet:
     """Return what was searched and refused, by a record or a certificate of a search, and what is ``proven``."""
     refusals = sorted(record["refusals"], key=lambda refusal: -refusal["num_points"].value)
     columns: dict[str, Column] = {"rule": "rule_id", ">points": "num_points", "for example": "example"}
-    about = f"Of {record['num_points'].value:,} layouts {record['num_legal'].value:,} are legal; "
+    num_points, num_legal = record["num_points"].value, record["num_legal"].value
+    are = "is" if num_legal == 1 else "are"
+    about = f"Of {counted(num_points, 'layout', form=',')} {num_legal:,} {are} legal; "
     return Sheet(
         name="refused",
         title="What was refused, and why",

@@ -11,7 +11,7 @@ from autoshard.plan.recompute import Recompute
 from autoshard.plan.verify import unrun_precision
 from autoshard.report.sheet import Part
 from autoshard.spec.kernels import load_kernels
-from autoshard.units import counted, format_at_most, format_bytes, format_seconds
+from autoshard.units import counted, format_at_most, format_bytes, format_change, format_seconds
 
 TIME_WORDS = {
     "compute": "compute",
@@ -47,15 +47,18 @@ def ratio_words(ratio: Ratio) -> str:
     '24% less time (10% to 35%); chance to be faster: 98%'
     >>> ratio_words(Ratio(value=1.02, low=0.95, high=1.1, faster=0.36))
     '2.0% more time (5.0% less to 10% more); chance to be faster: 36%'
+    >>> ratio_words(Ratio(value=1.0002, low=0.95, high=1.05, faster=0.5))
+    'as much time (5.0% less to 5.0% more); chance to be faster: 50%'
     """
     side = "less" if ratio.value < 1 else "more"
+    time = "as much time" if format_change(ratio.value - 1) == "0.0%" else f"{share_words(ratio.value - 1)} {side} time"
     ends = sorted((ratio.low, ratio.high), reverse=ratio.value < 1)
     texts = [share_words(end - 1) for end in ends]
     if not (ratio.low < 1 < ratio.high):
         within = " to ".join(texts)
     else:
         within = f"{share_words(ratio.low - 1)} less to {share_words(ratio.high - 1)} more"
-    return f"{share_words(ratio.value - 1)} {side} time ({within}); chance to be faster: {chance_words(ratio.faster)}"
+    return f"{time} ({within}); chance to be faster: {chance_words(ratio.faster)}"
 
 
 def share_words(share: float) -> str:
@@ -64,8 +67,8 @@ def share_words(share: float) -> str:
 
 
 def signed_words(share: float) -> str:
-    """Print a share with its sign."""
-    return f"{'-' if share < 0 else '+'}{share_words(share)}"
+    """Print by which share something differs, as ``share_words`` does."""
+    return format_change(share, 0 if abs(share) >= _LARGE_SHARE else 1)
 
 
 def chance_words(chance: float) -> str:
@@ -224,6 +227,15 @@ def large_words(count: float) -> str:
     """
     unit, word = next(((unit, f" {word}") for unit, word in _LARGE if count >= unit), (1.0, ""))
     return f"{count / unit:,.2f}".rstrip("0").rstrip(".") + word
+
+
+def tokens_words(count: float) -> str:
+    """Write a large number of tokens.
+
+    >>> tokens_words(15e12), tokens_words(1)
+    ('15 trillion tokens', '1 token')
+    """
+    return f"{large_words(count)} {'token' if count == 1 else 'tokens'}"
 
 
 def kept_free_words(plan: Plan, of: str = "") -> str:

@@ -176,7 +176,8 @@ def refuse_too_large(plan: Plan, available_bytes: int) -> None:
     small = "To try a small plan of the same shape, type --rehearse 8"
     many = f"{num_ranks} ranks; one machine runs at most {_MOST_RANKS}. Start them with torchrun or srun. {small}"
     require((num_ranks <= _MOST_RANKS, "mesh", many))
-    large = f"the {num_ranks} ranks are predicted to hold {need}, and this machine has {have} left. {small}"
+    ranks = "its rank is" if num_ranks == 1 else f"the {num_ranks} ranks are"
+    large = f"{ranks} predicted to hold {need}, and this machine has {have} left. {small}"
     require((need_bytes <= available_bytes, "prediction.stage_memory", large))
 
 

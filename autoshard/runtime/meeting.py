@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from autoshard.errors import AutoshardError, RunFailed, require
 from autoshard.runtime.machine import XLA, joined_device
+from autoshard.units import counted
 
 _SILENCE = timedelta(minutes=10)  # after which a rank that waits for another gives up
 _TOLD_S = 30.0  # for other ranks to come and hear that rank 0 has refused
@@ -43,7 +44,8 @@ class GivenRank:
         """Refuse too few or too many ranks for a plan."""
         torchrun = self.by == "torchrun"
         how = f"--nnodes x --nproc-per-node must be {num_ranks}" if torchrun else f"Type srun --ntasks {num_ranks}"
-        message = f"{self.by} started {self.num_ranks} processes, but {name} is for {num_ranks} ranks. {how}"
+        started, planned = counted(self.num_ranks, "process", "es"), counted(num_ranks, "rank")
+        message = f"{self.by} started {started}, but {name} is for {planned}. {how}"
         where = "WORLD_SIZE" if torchrun else "SLURM_NTASKS"
         require((self.num_ranks == num_ranks, where, f"{message}, or make a plan for {self.num_ranks}"))
 

@@ -37,6 +37,7 @@ from autoshard.runtime.rescue import StateRescue, rescuing
 from autoshard.runtime.restart import training_text
 from autoshard.runtime.resume import begin, require_storage, run_storage, usable
 from autoshard.runtime.watchdog import Watch
+from autoshard.units import counted
 
 Say = Callable[[Started | TimedStep | EvaluatedStep | SavedStep | str], None]
 
@@ -382,7 +383,9 @@ class _Loop:
             return
         self._state = before if training.on_nonfinite == "stop" else state
         self._save_last(prunes=False)  # the step after it may fail again
-        budget = f", and {training.skip_budget} steps were skipped before" if training.on_nonfinite == "skip" else ""
+        budget = (
+            f", and {counted(training.skip_budget, 'step')} had been skipped" if training.on_nonfinite == "skip" else ""
+        )
         remedy = "Lower learning_rate, look at these samples, or set on_nonfinite to skip"
         raise NotFinite(f"{what}. Nothing was updated{budget}; {samples}. {remedy}")
 

@@ -145,3 +145,10 @@ def test_counts_that_may_be_one_have_their_noun_from_a_function() -> None:
     package = (path for path in SOURCES if "autoshard" in path.parts[len(ROOT.parts) :])
     found = [f"{short(path)}: {match[0]}" for path in package for match in written.finditer(path.read_text("utf-8"))]
     assert not found
+
+
+def test_differences_in_percent_are_written_by_a_function_that_knows_none() -> None:
+    """`units.format_change` writes "+1.2%", and "0.0%" without a sign; errors have signs of their own."""
+    signed, exempt = re.compile(r"\+\.[0-9]%"), {"units.py", "validation.py"}
+    package = (path for path in SOURCES if "autoshard" in path.parts[len(ROOT.parts) :] and path.name not in exempt)
+    assert not [f"{short(path)}: {match[0]}" for path in package for match in signed.finditer(path.read_text("utf-8"))]

@@ -15,7 +15,7 @@ from autoshard.runtime.folder import free_sibling
 from autoshard.runtime.launch import node_words, put_environment
 from autoshard.runtime.machine import COMPILER, refuse_without_compiler
 from autoshard.runtime.meeting import GivenRank
-from autoshard.units import format_count
+from autoshard.units import counted, format_count
 
 _LEAST_STEPS, _USUAL_STEPS = 5, 10  # cited: "limited to a few steps (eg.10-15)", of which the first few differ
 _CACHE_PLACE = "NEURON_COMPILE_CACHE_URL"
@@ -78,7 +78,7 @@ def _conclude(compiled: Compiled, cache: str, log: Path, warnings: Sequence[str]
     if num_failed:
         print(f"{num_failed} of {max(compiled.num_graphs, num_failed)} graphs failed. Full output: {log}")
         return 1
-    what = f"{compiled.num_graphs} graphs compiled" if compiled.num_graphs else ""
+    what = f"{counted(compiled.num_graphs, 'graph')} compiled" if compiled.num_graphs else ""
     print(f"{what or 'nothing to compile: the cache has every graph'}, cache: {cache}")
     print(f"next: start the run with {_CACHE_PLACE}={cache} in the environment of every rank")
     return 0

@@ -30,7 +30,7 @@ from autoshard.spec.cluster import LOCAL, Cluster
 from autoshard.spec.price import with_user_price
 from autoshard.spec.recipe import QuestionOptions
 from autoshard.spec.record import encode
-from autoshard.units import counted, format_bytes, format_count, format_seconds
+from autoshard.units import counted, format_bytes, format_change, format_count, format_seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,7 +175,7 @@ def resuming_answer(old: Plan, new: Plan, sizes: Sequence[Size], not_kept: str) 
         *_spare_lines(new, sizes),
         *([f"not kept, because no plan of so few nodes can: {not_kept}"] if not_kept else []),
         f"step {format_seconds(both.a.step_time_s)} -> {format_seconds(both.b.step_time_s)} "
-        f"({both.slower_by:+.1%}), {speeds[0]} -> {speeds[1]}",
+        f"({format_change(both.slower_by)}), {speeds[0]} -> {speeds[1]}",
         f"resuming reads {format_bytes(read.state_bytes)} of state from a checkpoint: "
         f"{format_seconds(read.read_s)} at best (assumed: {storage})",
     ]
@@ -188,7 +188,7 @@ def _spare_lines(new: Plan, sizes: Sequence[Size]) -> list[str]:
     if num_nodes == num_left:
         return []
     alternatives = [
-        f"{size.num_nodes} nodes {'at least ' if size.is_bound else ''}{format_seconds(size.step_s)}"
+        f"{counted(size.num_nodes, 'node')} {'at least ' if size.is_bound else ''}{format_seconds(size.step_s)}"
         for size in sizes
         if size.num_nodes != num_nodes and 0 < size.step_s < math.inf
     ]

@@ -7,7 +7,7 @@ from autoshard.plan.plan import Plan
 from autoshard.report.answers import plan_words
 from autoshard.report.page.shown import ShownPlan
 from autoshard.report.sheet import Bar, Cell, Fact, Node, Table, Words, plain
-from autoshard.report.words import TIME_WORDS, large_words, layout_words, prediction_of, share_words, time_bar
+from autoshard.report.words import TIME_WORDS, layout_words, prediction_of, share_words, time_bar, tokens_words
 from autoshard.spec.cluster import LOCAL
 from autoshard.units import counted, format_at_most, format_bytes, format_count, format_dollars, format_seconds
 
@@ -28,7 +28,7 @@ def headline(shown: ShownPlan, figures: Node, run: Node) -> Words:
         return _run_sentence(run)
     cluster = plan.cluster
     place = "this machine" if cluster.name == LOCAL else f"{cluster.num_nodes} x {cluster.name}"
-    tokens = f"{large_words(predicted.tokens_per_s * _DAY_S)} tokens a day"
+    tokens = f"{tokens_words(predicted.tokens_per_s * _DAY_S)} a day"
     usd = plan.dollars.price_usd_per_node_hour * 24 * cluster.num_nodes if plan.dollars else None
     costs = f" for {format_dollars(usd)}" if usd is not None else ""
     against = _against(plan, figures)

@@ -17,7 +17,7 @@ from autoshard.search.ask.planner import SearchResult
 from autoshard.search.ask.vendor.answer import step_s, vendor_answer
 from autoshard.search.bound.request import Request
 from autoshard.spec.cluster import LOCAL
-from autoshard.units import counted, format_at_most, format_bytes, format_count, format_seconds
+from autoshard.units import counted, format_at_most, format_bytes, format_change, format_count, format_seconds
 
 FASTEST, SMALLEST, SIMPLE, VENDOR, FSDP, OTHER = "fastest", "smallest", "simple", "vendor", "fsdp", "other"
 NAMES = (FASTEST, SMALLEST, SIMPLE, VENDOR, FSDP, OTHER)
@@ -95,9 +95,8 @@ class PlanResult:
         return "\n".join([*(line.rstrip() for line in lines), why, *self.remarks])
 
     def __repr__(self) -> str:
-        return (
-            f"<PlanResult: {self.name} of {len(self.answers)} answers, {' '.join(_cells(self.named(self.name))[1:])}>"
-        )
+        count, figures = counted(len(self.answers), "answer"), " ".join(_cells(self.named(self.name))[1:])
+        return f"<PlanResult: {self.name} of {count}, {figures}>"
 
     def __getattr__(self, name: str) -> object:
         """Name the place of a plan's attribute: until 0.1 ``autoshard.plan`` returned the plan itself."""
@@ -211,9 +210,9 @@ def _cells(answer: Answer) -> tuple[str, ...]:
 def _slower(answer: Answer) -> str:
     """Say how much slower than the fastest an answer is, what holds 80% of that, and how sure it is."""
     if answer.ratio is None:
-        return f"{answer.slower:+.1%}"
-    low, high = (f"{end - 1:+.0%}" for end in (answer.ratio.low, answer.ratio.high))
-    return f"{answer.slower:+.1%} ({low} to {high}; slower with {1 - answer.ratio.faster:.0%})"
+        return format_change(answer.slower)
+    low, high = (format_change(end - 1, 0) for end in (answer.ratio.low, answer.ratio.high))
+    return f"{format_change(answer.slower)} ({low} to {high}; slower with {1 - answer.ratio.faster:.0%})"
 
 
 def _padded(column: Sequence[str]) -> list[str]:

@@ -322,12 +322,16 @@ def why_none(request: Request, result: SearchResult) -> str:
     if not certificate.num_legal and (faults := question_faults(request)):
         return ";\n  ".join(["no plan: " + str(faults[0]), *map(str, faults[1:])])
     if not certificate.num_legal:
-        head = f"no plan: each of the {certificate.num_points:,} layouts of {question} is refused by a rule"
+        count = certificate.num_points
+        layouts = "the only layout" if count == 1 else f"each of the {count:,} layouts"
+        head = f"no plan: {layouts} of {question} is refused by a rule"
         binding = list(_binding_lines(request))
         uneven = any(line.endswith(f"[{shape.batch.id}]") for line in binding)  # no point of a search
         basis = ["  counted below are layouts whose dp divides the sequences of a step:"] if uneven else []
         return "\n".join([head, *binding, *basis, *_refusal_lines(certificate.refusals)])
-    head = f"no plan: none of the {certificate.num_legal:,} legal layouts of {question} fits in memory"
+    count = certificate.num_legal
+    fits = f"none of the {count:,} legal layouts of {question} fits in memory"
+    head = f"no plan: {f'the only legal layout of {question} does not fit in memory' if count == 1 else fits}"
     return "\n".join([head, *smallest_lines(result.nearest_miss)])
 
 
