@@ -4,6 +4,7 @@ import copy
 import json
 import pickle
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -87,6 +88,20 @@ def test_a_plan_that_cannot_run_is_refused_with_its_reason(plan_file: Path) -> N
         autoshard.explain(plan_file)
     with pytest.raises(InputError, match="there is no such file"):
         autoshard.load("nothere.json")
+
+
+@pytest.mark.parametrize(
+    ("options", "advice"),
+    [
+        ({"cluster": "trn1", "seq_len": 256, "fix": {"tp": 8}}, "Use seq_len=2048"),
+        ({"cluster": "a100", "search": Search(engine="nxd")}, r"search=Search\(engine='torch'\)"),
+        ({"cluster": "local", "headroom": 0.99, "fix": {"tp": 4, "mbs": 1, "recompute": "none"}}, "more than the"),
+    ],
+)
+def test_what_has_no_plan_is_advised_in_words_of_python(options: dict[str, Any], advice: str) -> None:
+    with pytest.raises((NoPlan, InputError), match=advice) as refused:
+        autoshard.plan("tiny-llama", **options)
+    assert "--" not in str(refused.value)
 
 
 @pytest.mark.parametrize(
