@@ -374,6 +374,17 @@ def test_no_plan_betters_another_and_each_is_the_fastest_of_its_size_and_memory(
         assert coordinates(limited)[0] == pytest.approx(coordinates(plan)[0], rel=5e-3)
 
 
+@pytest.mark.slow
+def test_the_answer_of_the_same_question_does_not_better_the_frontier():
+    """Where longer passes hide messages of ZeRO-3, the fastest recompute of each rank is not that of the whole."""
+    pins = "tp=4,pp=2,cp=1,dp=3,vp=1,mbs=2,zero=3,schedule=gpipe"
+    asked = ask("llama3-8b", "h100-80", 3, pins=pins, seq_len=1024, global_batch=48)
+    limited = replace(asked, model=replace(asked.model, num_layers=4), memory_bytes=8.0055e9)
+    answer = search(limited, simple_within="doubt").plans[0]
+    assert coordinates(search(limited).plans[0]) > coordinates(answer), "changes of the best plan find a faster one"
+    assert coordinates(answer) in [coordinates(plan) for plan in frontier([limited]).plans]
+
+
 def test_a_stopped_search_says_so_and_a_size_without_a_plan_is_left_out():
     assert frontier(SIZES, lambda _: "stopped").ended == "stopped"
     none = frontier([ask("llama2-7b", pins="tp=1,dp=4")])

@@ -97,7 +97,7 @@ def search(
     early = request.effort.at_once and num_plans > 1  # with one plan, other answers are not shown
     vendor = vendor_answer(request, watch) if early else None
     results = _search_engines(request, num_plans, watch, {} if known is None else known, nearest=nearest)
-    results = _hunted(results) if simple_within == DOUBT else results
+    results = _hunted(results) if simple_within == DOUBT or request.effort.hunts else results
     choice, simple_ended = _chosen(results, simple_within)
     ranked = sorted(((result, solution) for result in results for solution in result.solutions), key=order_of)
     ranked[:num_plans] = sorted(
@@ -265,7 +265,7 @@ def frontier(requests: Sequence[Request], watch: Watch = never_stop) -> Frontier
     for request in requests:
         limit, prices = request.memory_bytes, Known()
         for _ in range(0 if stopped else _MOST):
-            effort = replace(request.effort, at_once=request.effort.at_once and not plans)
+            effort = replace(request.effort, at_once=request.effort.at_once and not plans, hunts=True)
             limited = replace(request, objective="time", memory_bytes=limit, effort=effort)
             answer = search(limited, 1, watch, nearest=False, known=prices)
             plans += answer.plans
