@@ -25,7 +25,7 @@ from autoshard.run.folder import LOGS, hang_report
 from autoshard.run.protocol import HOST
 from autoshard.runtime.forked import Say, on_forks
 from autoshard.runtime.machine import XLA
-from autoshard.runtime.meeting import GivenRank, joined_world, meeting_folder
+from autoshard.runtime.meeting import GivenRank, joined_world, meeting_file
 from autoshard.runtime.watchdog import HUNG, Watch, end_if_hung
 from autoshard.spec.training import Checkpointing
 from autoshard.units import counted, format_seconds
@@ -83,11 +83,11 @@ def launch(launched: GivenRank | None, num_ranks: int, body: Body, *, show: Say,
     assert device != XLA, "its devices are not for forks"
     logs = folder / LOGS
     logs.mkdir(parents=True, exist_ok=True)
-    with meeting_folder() as meeting:
+    with meeting_file() as meeting:
 
         def child(rank: int, say: Say) -> Any:
-            store = f"file://{meeting}/store"
-            alone = GivenRank(by="torchrun", rank=rank, num_ranks=num_ranks, meeting=store, alone=True, local_rank=rank)
+            meet = f"file://{meeting}"
+            alone = GivenRank(by="torchrun", rank=rank, num_ranks=num_ranks, meeting=meet, alone=True, local_rank=rank)
             return _as_rank(alone, body, say, placing)
 
         def explain(rank: int, code: int | None) -> str:

@@ -1,4 +1,4 @@
-"""Where ranks meet: a folder for those that are forked here, a port of rank 0 for those that something else started.
+"""Where ranks meet: a file for those that are forked here, a port of rank 0 for those that something else started.
 
 Before ranks make torch's world, those that were started one by one hear from rank 0 whether it takes the run up: it
 alone looks at the run's folder, and who waits for a rank that has refused would wait ten minutes. Ranks of torchrun
@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Literal
 
 from autoshard.errors import AutoshardError, RunFailed, require
@@ -21,6 +22,7 @@ from autoshard.units import counted
 _SILENCE = timedelta(minutes=10)  # after which a rank that waits for another gives up
 _TOLD_S = 30.0  # for other ranks to come and hear that rank 0 has refused
 _LOOK_S = 0.05
+_DESCRIPTORS = Path("/proc/self/fd")  # of Linux
 _WORD, _HEARD, _START = "autoshard/refusal", "autoshard/heard", "autoshard/start"  # keys of the store
 
 
@@ -51,20 +53,24 @@ class GivenRank:
 
 
 @contextmanager
-def meeting_folder() -> Iterator[str]:
-    """Yield a folder in which forked ranks meet; what cannot be written there is named."""
+def meeting_file() -> Iterator[str]:
+    """Yield the path of a file in which forked ranks meet; a full disk is named.
+
+    Linux knows it by the descriptor that forks share, so that SIGKILL of all of them leaves no file behind.
+    """
     remedy = "Free some room there, or let TMPDIR name another folder"
     try:
-        folder = tempfile.TemporaryDirectory(prefix="autoshard-")
+        opened = tempfile.TemporaryFile() if _DESCRIPTORS.is_dir() else tempfile.TemporaryDirectory()  # noqa: SIM115
     except OSError as error:
-        raise RunFailed(f"ranks meet in a temporary folder: {error.strerror or error}. {remedy}") from error
-    with folder as place:
+        raise RunFailed(f"ranks meet in a temporary file: {error.strerror or error}. {remedy}") from error
+    with opened as place:
         try:
-            yield place
+            yield f"{place}/store" if isinstance(place, str) else str(_DESCRIPTORS / str(place.fileno()))
         except RunFailed as error:
             if "DistStoreError: No space left on device" not in str(error):
                 raise
-            raise RunFailed(f"{place}, where ranks meet: no space is left on the device. {remedy}") from error
+            full = f"{tempfile.gettempdir()}, where ranks meet: no space is left on the device. {remedy}"
+            raise RunFailed(full) from error
 
 
 @contextmanager
