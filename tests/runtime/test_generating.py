@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import tempfile
 from dataclasses import replace
 from itertools import pairwise, product
 from pathlib import Path
@@ -12,8 +13,10 @@ import pytest
 import torch
 
 from autoshard.cli import main
+from autoshard.commands.running import generate
 from autoshard.commands.running.generate import plan_of_text
 from autoshard.engine.torch.formats import Formats
+from autoshard.errors import RunFailed
 from autoshard.plan.codec import load
 from autoshard.run.folder import TRAINING, folder_of
 from autoshard.runtime import machine
@@ -252,3 +255,19 @@ def test_what_cannot_go_on_is_refused(
     for ranks in ("1", "2"):  # which are all on this machine
         full = said(capsys, folder, "--prompt", small, *bytes_, "--tokens", "2", "--ranks", ranks, code=2)
         assert f"{folder}: its weights take" in full and "10 B left" in full
+
+
+@pytest.mark.parametrize(("ends", "code", "num_folders"), [(KeyboardInterrupt, 130, 0), (RunFailed, 3, 1)])
+def test_logs_of_ranks_that_generate_stay_where_a_message_names_them(
+    ends: type[BaseException], code: int, num_folders: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise ends
+
+    module_of("gpt2").save_pretrained(tmp_path / "hf")
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    monkeypatch.setattr(generate, "launch", interrupted)
+    words = ["--prompt", "\x01\x02", "--tokens", "2", "--tokenizer", "bytes", "--ranks", "2"]
+    assert main(["generate", str(tmp_path / "hf"), *words]) == code
+    assert len(list((tmp_path / "temporary").iterdir())) == num_folders

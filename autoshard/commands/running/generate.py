@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from autoshard.commands.output import print_answer
 from autoshard.commands.progress import StatusLine
 from autoshard.commands.tokenize import named_tokenizer
-from autoshard.errors import Fault, InputError, require
+from autoshard.errors import Fault, InputError, RunFailed, require
 from autoshard.plan.candidate import Candidate
 from autoshard.plan.codec import load
 from autoshard.plan.plan import Plan
@@ -127,11 +127,16 @@ class _Ask:
         _refuse_large(self.weights, num_ranks if launched else 1)  # before any rank has taken memory for its part
         if num_ranks == 1:
             return self._added(plan)
-        folder = Path(tempfile.mkdtemp(prefix="autoshard-generate-"))
+        folder, failed = Path(tempfile.mkdtemp(prefix="autoshard-generate-")), False
         placing = Placing(folder=folder)
-        answer = launch(launched, num_ranks, lambda _: self._added(plan), show=lambda _: None, placing=placing)
-        shutil.rmtree(folder)  # after a failure it stays: its message names the logs
-        return answer
+        try:
+            return launch(launched, num_ranks, lambda _: self._added(plan), show=lambda _: None, placing=placing)
+        except RunFailed:  # whose message names the logs
+            failed = True
+            raise
+        finally:
+            if not failed:
+                shutil.rmtree(folder)
 
     def _added(self, plan: Plan) -> list[int]:
         """Return the tokens that follow, as every rank computes them."""
