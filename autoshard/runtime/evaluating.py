@@ -15,7 +15,8 @@ from autoshard.run.activity import RankActivity
 from autoshard.run.protocol import Batch, Evaluates
 from autoshard.run.reports import EvaluatedStep
 from autoshard.runtime.data.batches import SampleSource, StepShape, batches
-from autoshard.runtime.data.opened import set_sizes, source_of
+from autoshard.runtime.data.contents import SetContents
+from autoshard.runtime.data.opened import source_of
 from autoshard.spec.training import Training
 
 if TYPE_CHECKING:  # which imports torch, and the help of a command does without
@@ -65,10 +66,12 @@ class Evaluator:
 
     @property
     def judges(self) -> str:
-        """Name the sets, their sizes, how much is read, and what of it counts: losses by other tokens differ."""
+        """Name the sets, what they hold, how much is read, and what of it counts: losses by other tokens differ."""
         sets = ",".join(f"{name}={weight:g}" for name, weight in sorted(self.training.eval.sets.items()))
         counted = f"{self.training.data.loss_on}{' of separate documents' if self.shape.separate else ''}"
-        sizes = " + ".join(f"{size:,}" for _, size in set_sizes(self.source))
+        contents = SetContents.of(self.source)
+        sums = dict(contents.checksums)
+        sizes = " + ".join(f"{size:,} {sums.get(name, 0):08x}" for name, size in contents.sizes)
         words = f"{self.num_steps * self.shape.num_samples} of {self.seq_len} tokens ({counted}) of {sets}"
         return f"{words} ({sizes})" if sizes else words
 

@@ -18,6 +18,9 @@ from autoshard.runtime.checkpoint.loading import LoadRates, load_checkpoint
 from autoshard.runtime.checkpoint.shelf import Shelf, meant, refuse_other
 from autoshard.runtime.checkpoint.storage import Storage, StorageError
 from autoshard.runtime.convert.converting import is_foreign, read_weights
+from autoshard.runtime.data.batches import SampleSource
+from autoshard.runtime.data.contents import SetContents, refuse_other_contents
+from autoshard.runtime.data.opened import source_of
 from autoshard.runtime.restart import place_of, stated_place
 
 Begun = tuple[RunState, tuple[str, ...]]  # and notes for the user
@@ -76,6 +79,20 @@ def begin(plan: Plan, run: Run, engine: Engine, group: Any) -> Begun:
     note = _initialised(path, plan, engine, group)
     engine.restored(0)
     return fresh, (note,)
+
+
+def opened_data(plan: Plan, run: Run, state: RunState, group: Any) -> tuple[SampleSource, RunState, list[str]]:
+    """Open the data of a run, which all ranks must see alike; return also the state that knows it, and notes."""
+    source = source_of(plan, replace(run.training.data, check="sizes"), state.seed)
+    contents = SetContents.of(source)
+    of_first = from_first_rank(lambda: contents, group)
+    try:
+        from_all_ranks(lambda: refuse_other_contents(contents, of_first, StorageError), group)
+    except StorageError as error:
+        raise InputError.of("data.sets", str(error)) from None
+    before = SetContents(sizes=state.set_sizes, checksums=state.set_checksums)
+    known = replace(state, set_sizes=contents.sizes, set_checksums=contents.checksums)
+    return source, known, before.notes(contents)
 
 
 def _continued(plan: Plan, run: Run, engine: Engine, group: Any) -> Begun | None:

@@ -26,7 +26,6 @@ from autoshard.runtime.checkpoint.files import RunState
 from autoshard.runtime.checkpoint.saver import CheckpointLabel, Saver
 from autoshard.runtime.checkpoint.shelf import Shelf
 from autoshard.runtime.data.batches import PrefetchLoader, Prepared, StepShape
-from autoshard.runtime.data.opened import set_sizes, size_notes, source_of
 from autoshard.runtime.evaluating import Evaluator, NothingCounted
 from autoshard.runtime.forked import STOPS, handling
 from autoshard.runtime.launch import only_extracts
@@ -35,7 +34,7 @@ from autoshard.runtime.out_of_memory import explained_when_full
 from autoshard.runtime.profiling import StepProfile
 from autoshard.runtime.rescue import StateRescue, rescuing
 from autoshard.runtime.restart import training_text
-from autoshard.runtime.resume import begin, require_storage, run_storage, usable
+from autoshard.runtime.resume import begin, opened_data, require_storage, run_storage, usable
 from autoshard.runtime.watchdog import Watch
 from autoshard.units import counted
 
@@ -95,10 +94,8 @@ class _Loop:
             self._state, notes = begin(plan, run, self._engine, self._hosts)
         if not self._state.trackers:
             self._state = replace(self._state, trackers=run.trackers)
-        source = source_of(plan, replace(run.training.data, check="sizes"), self._state.seed)
-        sizes = set_sizes(source)
-        notes = (*notes, *size_notes(self._state.set_sizes, sizes))
-        self._state = replace(self._state, set_sizes=sizes)
+        source, self._state, of_data = opened_data(plan, run, self._state, self._hosts)
+        notes = (*notes, *of_data)
         taken = [step for step in run.profile if step <= self._state.step]
         notes = (*notes, *(f"step {step} is not recorded: it was taken before this start" for step in taken))
         say(Started(step=self._state.step, notes=notes, trackers=self._state.trackers))

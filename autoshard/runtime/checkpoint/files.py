@@ -37,6 +37,7 @@ class RunState:
     judged_by: str = ""  # the sets of that evaluation
     unjudged: bool = False  # an evaluation after this step was broken off
     set_sizes: tuple[tuple[str, int], ...] = ()  # of each set of the data, in tokens or samples
+    set_checksums: tuple[tuple[str, int], ...] = ()  # of some tokens of each
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ the sample. So every sample costs the same, whatever k, and a change of data-par
 nothing.
 """
 
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,6 +21,7 @@ from autoshard.runtime.data.batches import Samples
 from autoshard.runtime.data.indexed import OpenFiles, TokenIndex, document_lengths, foreign_token, starts_within
 
 _BYTE = np.dtype("u1")
+_SPOTS, _SPOT_TOKENS = 16, 1024  # of a set that its checksum is over
 BYTES_EOS = 256  # what closes a document of bytes; see ``tokenizers.ByteTokenizer``
 
 
@@ -40,6 +42,7 @@ class FileStream:
     files: tuple[TokenIndex, ...]
     vocab: int  # of the model: other tokens are refused when they are read
     has_answers: bool  # whether it holds conversations, and knows which tokens are answers
+    listed: str = ""  # what its manifest says that its files hold: their checksums
 
     @cached_property
     def _ends(self) -> Array:
@@ -74,6 +77,16 @@ class FileStream:
             first, count, number = first + length, count - length, number + 1
         return parts[0] if len(parts) == 1 else _joined(parts)
 
+    def checksum(self) -> int:
+        """Return a checksum of some spots, and of what its manifest says: a few small reads for any size."""
+        spots, sum_ = [index for index in self.files if index.num_tokens], zlib.crc32(self.listed.encode())
+        for number in range(_SPOTS):
+            index = spots[number * len(spots) // _SPOTS]
+            count = min(_SPOT_TOKENS, index.num_tokens)
+            first = (index.num_tokens - count) * number // (_SPOTS - 1)
+            sum_ = zlib.crc32(self._open.read(index.bin, index.dtype, first, count).tobytes(), sum_)
+        return sum_
+
 
 def _joined(parts: Sequence[TokenSpan]) -> TokenSpan:
     ends = np.cumsum([len(part.tokens) for part in parts])
@@ -104,6 +117,10 @@ class TextStream:
     def read(self, first: int, count: int) -> TokenSpan:
         """Return some tokens."""
         return TokenSpan(tokens=self._tokens[first : first + count], starts=np.zeros(int(first == 0), np.int64))
+
+    def checksum(self) -> int:
+        """Return a checksum of all bytes, which are in memory."""
+        return zlib.crc32(self._tokens.astype(np.uint16).tobytes())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,6 +95,11 @@ class Manifest:
         """Refuse a manifest of another schema, and one without files."""
         message = f"must be {SCHEMA}, not {self.schema}. Update autoshard, or tokenize again"
         require((self.schema == SCHEMA, "schema", message), (bool(self.files), "files", "must name at least one"))
+
+    @property
+    def checksums(self) -> str:
+        """Of all files, in their order."""
+        return " ".join(file.sha256 for file in self.files)
 
 
 def read_manifest(path: Path) -> Manifest:
@@ -213,30 +218,6 @@ def source_of(plan: Plan, spec: DataSpec, seed: int) -> SampleSource:
     return open_source(spec, seq_len=length, vocab=plan.model.vocab, seed=seed, separate=separate)
 
 
-def set_sizes(source: SampleSource) -> tuple[tuple[str, int], ...]:
-    """Return how many tokens or samples each set has, by which samples are numbered; nothing of data that is drawn."""
-    if isinstance(source, DataMixture):
-        return tuple((cut_stream.stream.name, cut_stream.stream.num_tokens) for cut_stream in source.sets)
-    return tuple((data_set.name, len(data_set)) for data_set in source.sets) if isinstance(source, MixedData) else ()
-
-
-def size_notes(before: Sequence[tuple[str, int]], now: Sequence[tuple[str, int]]) -> list[str]:
-    """Say that a run goes on with sets by which the number of its next sample is one in another order.
-
-    Sets are numbered by their paths: copies of all of them elsewhere may stand in another order too.
-    """
-    was = dict(before)
-    drawn = "Its samples come in another order: some of them come again before the rest was seen"
-    notes = [
-        f"changed since the last start: {name} had {was[name]:,} tokens or samples, now {size:,}. {drawn}"
-        for name, size in now
-        if was.get(name, size) != size
-    ]
-    if before and not notes and [size for _, size in before] != [size for _, size in now]:
-        notes = [f"changed since the last start: the sets are others, or their paths have another order. {drawn}"]
-    return notes
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Opener:
     """Opens sets, each for sequences and a vocabulary like these."""
@@ -292,7 +273,7 @@ class _Opener:
         if faults:
             raise InputError(faults)
         prefixes = [folder / file.name.removesuffix(".idx") for file in manifest.files if file.name.endswith(".idx")]
-        return self._files(name, prefixes, has_answers=manifest.kind == "chat")
+        return self._files(name, prefixes, has_answers=manifest.kind == "chat", listed=manifest.checksums)
 
     def _without_manifest(self, name: str, prefixes: list[Path]) -> FileStream:
         """Open a set without a manifest: only its tokens show the vocabulary."""
@@ -309,7 +290,7 @@ class _Opener:
             raise InputError(faults)
         return stream
 
-    def _files(self, name: str, prefixes: list[Path], *, has_answers: bool) -> FileStream:
+    def _files(self, name: str, prefixes: list[Path], *, has_answers: bool, listed: str = "") -> FileStream:
         def read(prefix: Path) -> TokenIndex | tuple[Fault, ...]:
             try:
                 return read_index(prefix)
@@ -322,4 +303,4 @@ class _Opener:
         faults = [fault for result in results if isinstance(result, tuple) for fault in result]
         if faults:
             raise InputError(faults)
-        return FileStream(name=name, files=files, vocab=self.vocab, has_answers=has_answers)
+        return FileStream(name=name, files=files, vocab=self.vocab, has_answers=has_answers, listed=listed)

@@ -169,3 +169,6 @@ def test_a_set_that_has_another_size_than_at_the_last_start_is_named(tmp_path: P
     grown = f"changed since the last start: {text} had 401 tokens or samples, now 801. Its samples come in another"
     assert grown in trained(plan, run, 2, data=data).notes
     assert "tokens or samples" not in trained(plan, run, 3, data=data).notes, "the checkpoint of step 2 knows it"
+    text.write_text("dcba" * 200)
+    assert f"{text} holds other tokens, though as many" in trained(plan, run, 4, data=data).notes
+    assert "holds other tokens" not in trained(plan, run, 5, data=data).notes

@@ -2,12 +2,15 @@
 
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
 
 from autoshard.errors import InputError, RunFailed
+from autoshard.runtime.checkpoint.storage import StorageError
 from autoshard.runtime.data.batches import SyntheticTokens
+from autoshard.runtime.data.contents import SetContents, refuse_other_contents
 from autoshard.runtime.data.indexed import IndexedWriter
 from autoshard.runtime.data.mixture import DataMixture
 from autoshard.runtime.data.opened import (
@@ -16,8 +19,6 @@ from autoshard.runtime.data.opened import (
     TokenizerRecord,
     described,
     open_source,
-    set_sizes,
-    size_notes,
     write_record,
 )
 from autoshard.spec import record
@@ -66,14 +67,34 @@ def test_sets_whose_copies_elsewhere_stand_in_another_order_are_named(tmp_path: 
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("x" * size)
 
-    def sizes(*names: str) -> tuple[tuple[str, int], ...]:
-        return set_sizes(opened({tmp_path / name: 1.0 for name in names}))
+    def contents(*names: str) -> SetContents:
+        return SetContents.of(opened({tmp_path / name: 1.0 for name in names}))
 
-    before = sizes("home/z/a.txt", "data/b.txt")
-    assert size_notes(before, sizes("moved/home/z/a.txt", "moved/data/b.txt")) == []
-    (note,) = size_notes(before, sizes("a/a.txt", "data/b.txt"))
+    before = contents("home/z/a.txt", "data/b.txt")
+    assert before.notes(contents("moved/home/z/a.txt", "moved/data/b.txt")) == []
+    (note,) = before.notes(contents("a/a.txt", "data/b.txt"))
     assert note.startswith("changed since the last start: the sets are others, or their paths have another order. Its")
-    assert size_notes((), before) == []
+    assert SetContents().notes(before) == []
+    (tmp_path / "moved/data/b.txt").write_text("y" * 20)
+    (note,) = before.notes(contents("moved/home/z/a.txt", "moved/data/b.txt"))
+    assert "holds other tokens, though as many" in note
+
+
+def test_a_set_with_other_tokens_of_the_same_size_is_told_by_spots_and_by_its_manifest(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "set", documents=[range(1, 250)] * 20)
+    whole = SetContents.of(opened({folder: 1.0}))
+    assert whole.notes(SetContents.of(opened({folder: 1.0}))) == []
+    tokens = folder / "part-00001.bin"
+    content = tokens.read_bytes()
+    tokens.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    other = SetContents.of(opened({folder: 1.0}))
+    assert whole.differing(other) == [str(folder)]
+    tokens.write_bytes(content)
+    listed = folder / "manifest.json"
+    listed.write_text(re.sub('"sha256": "[0-9a-f]{4}', '"sha256": "0123', listed.read_text()))
+    assert whole.differing(SetContents.of(opened({folder: 1.0}))) == [str(folder)]
+    with pytest.raises(StorageError, match=f"{folder} holds other tokens on .* than on the node of rank 0. Copy it"):
+        refuse_other_contents(other, whole, StorageError)
 
 
 @pytest.mark.parametrize("given", ["set", "set.bin", "set.idx"])
