@@ -15,6 +15,7 @@ _PORT_CHECK = [
     '  echo "port $port may be taken on $(hostname): sysctl -w net.ipv4.ip_local_reserved_ports=$port" >&2',
     "fi",
 ]
+_FREED_S = 15  # in which the ranks of a start before this one end, and free their port
 _PATIENCE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"  # not its option --shutdown-timeout, which torch before 2.12 refuses
 _CACHE = "NEURON_COMPILE_CACHE_URL"
 _WAIT_S = 120  # for a file of node 0 to be seen: file systems over a network may keep for a minute what they knew
@@ -86,6 +87,7 @@ def node_text(job: Job, meeting: str) -> str:
         ],
         ["# Which node this is, and where all of them meet.", f"node={node}", f"address={address}", f"port={port}"],
         _PORT_CHECK if job.num_nodes > 1 else [],
+        _free_port(meeting),
         [
             f"# Where the run writes{', and where compiled graphs lie' if job.compiles else ''}.",
             f"run={job.run_word}",
@@ -105,6 +107,21 @@ def node_text(job: Job, meeting: str) -> str:
         _start(job),
     ]
     return "\n\n".join("\n".join(part) for part in parts if part) + "\n"
+
+
+def _free_port(meeting: str) -> list[str]:
+    """Return lines that wait for the port on the first node, and say that another program has it: torchrun's stack."""
+    by_hand = meeting in ("torchrun", "alone")
+    remedy = "set MASTER_PORT to another, alike on all nodes" if by_hand else "ss -tlnp says which program listens"
+    return [
+        'free() { ! (exec 3<> "/dev/tcp/127.0.0.1/$port") 2> /dev/null; }',
+        "if [[ $node -eq 0 ]]; then",
+        f"  for ((second = 0; second < {_FREED_S}; second++)); do",
+        "    if free; then break; else sleep 1; fi",
+        "  done",
+        f'  free || fail "port $port, at which nodes meet, is taken: {remedy}"',
+        "fi",
+    ]
 
 
 def setup_lines(job: Job) -> list[str]:

@@ -99,9 +99,15 @@ def _store(launched: GivenRank) -> Any:
     stores: Any = dist  # which its types leave out
     host, _, port = launched.meeting.removeprefix("tcp://").rpartition(":")
     leads = launched.rank == 0
-    return stores.TCPStore(
-        host, int(port), launched.num_ranks, is_master=leads, timeout=_SILENCE, wait_for_workers=False
-    )
+    try:
+        return stores.TCPStore(
+            host, int(port), launched.num_ranks, is_master=leads, timeout=_SILENCE, wait_for_workers=False
+        )
+    except stores.DistNetworkError as error:
+        if "EADDRINUSE" not in str(error):
+            raise
+        remedy = "Set MASTER_PORT to another, alike for all ranks; ss -tlnp says which program listens"
+        raise RunFailed(f"port {port} of this machine, at which ranks meet, is taken. {remedy}") from None
 
 
 def _agreed_store(launched: GivenRank) -> Any:

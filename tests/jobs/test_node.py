@@ -3,6 +3,7 @@
 import json
 import os
 import resource
+import socket
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -140,6 +141,20 @@ def test_a_node_may_open_many_files_and_says_which_port_may_be_taken(place: Path
         assert not done.returncode and ("port 29500 may be taken" in done.stderr) == says
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         assert int(done.stdout.splitlines()[0]) == (65535 if hard < 0 else min(65535, hard))
+
+
+def test_a_port_that_another_program_has_is_named_on_the_first_node_alone(place: Path) -> None:
+    text = (place / "node.sh").read_text(encoding="utf-8")
+    (place / "node.sh").write_text(text.replace("second < 15", "second < 1").replace("&& ! grep", "&& false && ! grep"))
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        first = node(place, "train", {**START, "NODE_RANK": "0", "MASTER_PORT": str(port)})
+        assert first.returncode == 1 and not first.stdout
+        assert f"port {port}, at which nodes meet, is taken: set MASTER_PORT to another" in first.stderr
+    first = node(place, "train", {**START, "NODE_RANK": "0", "MASTER_PORT": str(port)})
+    assert "is taken" not in first.stderr
 
 
 @pytest.mark.parametrize(

@@ -238,6 +238,16 @@ def test_a_full_folder_of_temporary_files_is_named(tmp_path: Path, monkeypatch: 
         run(1, body, tmp_path)
 
 
+def test_a_port_that_another_program_has_is_named(tmp_path: Path) -> None:
+    with socket.create_server(("0.0.0.0", 0)) as taken:
+        meeting = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
+        first = GivenRank(by="Slurm", rank=0, num_ranks=2, meeting=meeting, alone=True)
+        with pytest.raises(
+            RunFailed, match=r"port \d+ of this machine, at which ranks meet, is taken. Set MASTER_PORT"
+        ):
+            launch(first, 2, lambda _: None, show=lambda _: None, placing=Placing(folder=tmp_path))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", ["0", "1"])
 def test_a_world_of_another_size_is_refused_once(rank: str, tmp_path: Path) -> None:
