@@ -48,12 +48,18 @@ def slurm_files(job: Job) -> Files:
     return Files(texts={**texts, SUBMIT: "\n".join(_submit(job)) + "\n"}, submitter="sbatch")
 
 
+def _start_needs(job: Job) -> tuple[int, str]:
+    """Return the seconds in which a start gets through a step, and what takes them."""
+    stop = stopping(job.plan)
+    parts = {"to read a checkpoint": resuming(job.plan).read_s, "for a step": stop.step_s, "to stop": job.notice_s}
+    return math.ceil(sum(parts.values())), ", ".join(
+        f"{format_seconds(time_s)} {what}" for what, time_s in parts.items()
+    )
+
+
 def _refuse_short(job: Job) -> None:
     """Refuse a time in which a start gets through no step, or in which no notice can be given."""
-    stop, limit_s = stopping(job.plan), job.place.limit_s
-    parts = {"to read a checkpoint": resuming(job.plan).read_s, "for a step": stop.step_s, "to stop": job.notice_s}
-    needed_s = sum(parts.values())
-    needed = ", ".join(f"{format_seconds(time_s)} {what}" for what, time_s in parts.items())
+    limit_s, (needed_s, needed) = job.place.limit_s, _start_needs(job)
     slow = f"Slurm gives {_LONGEST_NOTICE_S} s of notice at most, and this run needs {job.notice_s} s to stop"
     short = (
         f"is {format_seconds(limit_s or 0)}, and a start needs {needed}. Type --time {math.ceil(needed_s / 60)} or more"
@@ -62,6 +68,22 @@ def _refuse_short(job: Job) -> None:
         (job.notice_s <= _LONGEST_NOTICE_S, "--checkpoint.grace-seconds", f"{slow}. Set it to what you can wait for"),
         (limit_s is None or limit_s >= needed_s, f"--time {job.place.time}", short),
     )
+
+
+def _long_enough(job: Job) -> Iterator[str]:
+    """Yield lines that end a job in whose time, which its partition sets, no start gets through a step.
+
+    Each start would be stopped and queued again, until five of them have come to no step.
+    """
+    needed_s, needed = _start_needs(job)
+    minutes = math.ceil(needed_s / 60)
+    yield 'ends=$(scontrol show job "$SLURM_JOB_ID" | sed -n "s/.* EndTime=\\([^ ]*\\).*/\\1/p") || ends='
+    yield 'if ends=$(date -d "${ends:-unknown}" +%s 2> /dev/null) &&'
+    yield f"  [[ $((ends - $(date +%s))) -lt {needed_s} ]]; then"
+    yield f'  echo "partition $SLURM_JOB_PARTITION gives $((ends - $(date +%s))) s, and a start needs {needed}:" >&2'
+    yield f'  echo "launch again with --time {minutes} or more, or with another --partition" >&2'
+    yield "  exit 1"
+    yield "fi"
 
 
 def _script(job: Job, stage: str) -> str:
@@ -91,7 +113,8 @@ def _script(job: Job, stage: str) -> str:
     values = {name: "" if value is None else f"={value}" for name, value in options.items()}
     lines = [f"#SBATCH --{name}{value}" for name, value in values.items() if value != "="]
     title = job.title("The training job." if trains else "The compile job.")
-    return "\n".join([FIRST, *title, *lines, STRICT, 'cd "$SLURM_SUBMIT_DIR"', *_NO_JOB_HERE, ""])
+    checks = [*_NO_JOB_HERE, *(_long_enough(job) if trains and place.time is None else ())]
+    return "\n".join([FIRST, *title, *lines, STRICT, 'cd "$SLURM_SUBMIT_DIR"', *checks, ""])
 
 
 def _segment(job: Job) -> int | None:

@@ -49,6 +49,36 @@ def test_notice_is_given_before_the_partition_s_own_time_is_up_too() -> None:
     assert f"#SBATCH --signal=TERM@{job.notice_s}\n" in files_of(job).texts["train.sbatch"]
 
 
+@pytest.mark.parametrize(("end", "code"), [("600 seconds", 1), ("2 days", 0), ("Unknown", 0)])
+def test_a_start_that_the_partition_s_time_would_stop_before_its_first_step_is_not_made(
+    end: str, code: int, tmp_path: Path
+) -> None:
+    job = job_of(plan_of(FIRST), SLURM[0])
+    text = files_of(replace(job, place=replace(job.place, time=None))).texts["train.sbatch"]
+    assert "EndTime" not in files_of(job).texts["train.sbatch"], "launch has looked at the time that was typed"
+    ends = end if end == "Unknown" else f"$(date -d '+{end}' +%Y-%m-%dT%H:%M:%S)"
+    programs = {"srun": "exit 0", "scontrol": f"echo StartTime=2026-01-01T00:00:00 EndTime={ends} Deadline=N/A"}
+    done = with_programs(text, tmp_path, programs)
+    assert done.returncode == code
+    assert ("partition trn1 gives " in done.stderr and "launch again with --time " in done.stderr) == bool(code)
+
+
+def with_programs(script: str, folder: Path, programs: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
+    """Run a script of Slurm where programs do so, and say what became of it."""
+    (folder / "bin").mkdir()
+    for name, body in programs.items():
+        (folder / "bin" / name).write_text(f"#!/bin/sh\n{body}\n", encoding="utf-8")
+        (folder / "bin" / name).chmod(0o755)
+    (folder / "train.sbatch").write_text(script, encoding="utf-8")
+    (folder / "node.sh").touch()
+    path = f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}"
+    variables = {
+        "PATH": path, "SLURM_SUBMIT_DIR": str(folder), "SLURM_JOB_ID": "5", "SLURM_JOB_PARTITION": "trn1",
+    }  # fmt: skip
+    command = ["bash", str(folder / "train.sbatch")]
+    return subprocess.run(command, env=variables, check=False, capture_output=True, text=True)
+
+
 def said(job: Job) -> str:
     return "\n".join(remarks(job))
 
@@ -91,16 +121,9 @@ def test_a_time_that_means_nothing_or_no_limit_is_refused(text: str) -> None:
 
 def resumed(job: Job, folder: Path, code: int, ran_s: int) -> tuple[int, bool]:
     """Run a job of HyperPod whose srun ends so after so long; the exit code, and whether it is queued again."""
-    (folder / "bin").mkdir()
-    for name, body in {"srun": f"exit {code}", "scontrol": f"touch {folder}/requeued", "sleep": ":"}.items():
-        (folder / "bin" / name).write_text(f"#!/bin/sh\n{body}\n", encoding="utf-8")
-        (folder / "bin" / name).chmod(0o755)
     text = files_of(job).texts["train.sbatch"].replace("if srun", f"SECONDS={ran_s}\nif srun")
-    (folder / "train.sbatch").write_text(text, encoding="utf-8")
-    (folder / "node.sh").touch()
-    path = f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}"
-    variables = {"PATH": path, "SLURM_SUBMIT_DIR": str(folder), "SLURM_JOB_ID": "5"}
-    done = subprocess.run(["bash", str(folder / "train.sbatch")], env=variables, check=False)
+    programs = {"srun": f"exit {code}", "scontrol": f"touch {folder}/requeued", "sleep": ":"}
+    done = with_programs(text, folder, programs)
     return done.returncode, (folder / "requeued").exists()
 
 
