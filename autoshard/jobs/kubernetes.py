@@ -15,6 +15,7 @@ from autoshard.jobs.shell import node_text
 _TRAINER = "trainer.kubeflow.org"
 # In a job's life; autoshard refuses a sixth start that takes no step. The training operator counts each pod's own.
 _MOST_RESTARTS = 20
+_CONFIG_MAP_BYTES = 1 << 20  # cited: kubernetes.io/docs/concepts/configuration/configmap, "cannot exceed 1 MiB"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +76,10 @@ def kubernetes_files(job: Job) -> Files:
     names = NODE, PLAN, TRAINING, *(path.name for path in EXTENSIONS.files)
     rule = "a ConfigMap takes names of letters, digits, dots, - and _ only. Rename the file"
     require(*((bool(re.fullmatch(r"[-.\w]+", name, re.ASCII)), f"--extend {name}", rule) for name in names))
+    sizes = {name: len(texts[name].encode()) for name in names}
+    held, largest = f"a ConfigMap holds {_CONFIG_MAP_BYTES:,} bytes", max(sizes, key=lambda name: sizes[name])
+    large = f"{held}, and the files of the job have {sum(sizes.values()):,}, most of them {largest}"
+    require((sum(sizes.values()) <= _CONFIG_MAP_BYTES, "--scheduler k8s", f"{large}. Shorten that file"))
     sources = shell_words(f"--from-file={name}" for name in names)
     label = "jobset.sigs.k8s.io/jobset-name" if kind == "trainjob" else "training.kubeflow.org/job-name"
     selector = f"--selector {label}={job.name} --max-log-requests {job.num_nodes}"
@@ -84,7 +89,9 @@ def kubernetes_files(job: Job) -> Files:
         STRICT,
         HERE,
         *_not_there_yet(f"{kind}/{job.name}"),
-        f"kubectl create configmap {job.name} {sources} --dry-run=client -o yaml | kubectl apply -f -",
+        # Not by the client: it would keep a copy in an annotation, which holds 256 KiB.
+        f"kubectl create configmap {job.name} {sources} --dry-run=client -o yaml |",
+        "  kubectl apply --server-side --force-conflicts -f -",
         *steps,
         f"kubectl apply -f {'job' if kind == 'trainjob' else 'train'}.yaml",
         f'echo "training job: {kind}/{job.name}"',
@@ -196,13 +203,17 @@ def _compiled_first(job: Job) -> list[str]:
     name = f"{job.name}-compile"
     state = '{.status.conditions[?(@.status=="True")].type}'
     return [
+        "# One that has ended, of this plan or another, would pass for the new one.",
+        f"case $(kubectl get pytorchjob {name} --ignore-not-found -o jsonpath='{state}') in",
+        f"  *Succeeded* | *Failed*) kubectl delete pytorchjob {name} ;;",
+        "esac",
         "kubectl apply -f compile.yaml",
         f'echo "compile job: pytorchjob/{name}; the training job follows when it has ended well: leave this running"',
         "while true; do",
         f"  case $(kubectl get pytorchjob {name} -o jsonpath='{state}') in",
         "    *Succeeded*) break ;;",
         "    *Failed*)",
-        f'      echo "{name} failed: kubectl logs {name}-master-0; to try again, kubectl delete pytorchjob {name}" >&2',
+        f'      echo "{name} failed: kubectl logs {name}-master-0; to try again, this script" >&2',
         "      exit 1 ;;",
         "  esac",
         "  sleep 10",

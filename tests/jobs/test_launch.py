@@ -235,6 +235,8 @@ def test_a_pytorch_job_is_submitted_when_its_graphs_are_compiled(
     assert typed(f"{K8S} --profile pytorchjob --submit") == code
     told = (here / "told").read_text().splitlines()
     assert any(line.startswith("create configmap llama3-70b-") for line in told) and "apply -f compile.yaml" in told
+    assert "apply --server-side --force-conflicts -f" in " ".join(told), "an annotation holds 256 KiB"
+    assert told[told.index("apply -f compile.yaml") - 1].startswith("delete pytorchjob llama3-70b-"), "one has ended"
     assert ("apply -f train.yaml" in told) == (code == 0)
     said = capfd.readouterr()
     assert ("watch: kubectl get pytorchjob llama3-70b-" in said.out) == (code == 0)

@@ -12,6 +12,7 @@ from autoshard.jobs.job import Job
 from autoshard.jobs.kubernetes import _HOSTS
 from autoshard.jobs.place import JobPlace
 from autoshard.plan.environment import environment
+from autoshard.spec.training import DataSpec, Training
 from tests.jobs.cases import FIRST, files_of, gpu_plan, job_of, plan_of
 
 SBATCH = {"account": "llm", "qos": "high", "reservation": "week.47", "exclude": "trn-3,trn-[7-8]"}
@@ -125,3 +126,10 @@ def test_gpus_on_efa_fork_and_meet_as_its_scripts_do() -> None:
     found = environment(gpu_plan())
     assert (found["FI_EFA_USE_HUGE_PAGE"], found["NCCL_SOCKET_IFNAME"]) == ("0", "^docker,lo,veth")
     assert "FI_EFA_USE_HUGE_PAGE" not in environment(plan_of(FIRST))
+
+
+def test_files_that_no_config_map_holds_are_refused() -> None:
+    large = Training(steps=9, data=DataSpec(sets={f"sets/{number:0100}": 1.0 for number in range(10_000)}))
+    says = "ConfigMap holds 1,048,576 bytes, and the files of the job have 1,.*, most of them training.yaml. Shorten"
+    with pytest.raises(InputError, match=says):
+        files_of(job_of(plan_of(FIRST), "k8s trainjob", training=large))
