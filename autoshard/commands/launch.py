@@ -8,7 +8,7 @@ from pathlib import Path
 from shutil import which
 
 from autoshard.command_line.options import DEFAULT_PLAN, PlanOrRecipe, is_recipe
-from autoshard.commands.output import print_answer, print_refused
+from autoshard.commands.output import print_answer, print_notes, print_refused
 from autoshard.commands.plan import plan_of
 from autoshard.commands.writing.places import folder_checks
 from autoshard.cost.predict import check_plan
@@ -88,7 +88,7 @@ def launch(
         print_answer({"folder": str(out), "files": list(files.texts), "name": job.name, "plan": job.hash,
                       "stopping_s": job.stopping_s, "notes": [*edited, *remarks(job)]})  # fmt: skip
     elif not submit:
-        print(_summary(job, files, out, edited))
+        _print_summary(job, files, out, edited)
     return 0
 
 
@@ -121,8 +121,8 @@ def _write(files: Files, out: Path, plan: Plan) -> None:
             replace_text(out / name, text)
 
 
-def _summary(job: Job, files: Files, out: Path, edited: Sequence[str]) -> str:
-    """Return the list of files, what became of the plan's numbers, and the next command."""
+def _print_summary(job: Job, files: Files, out: Path, edited: Sequence[str]) -> None:
+    """Print the list of files, what became of the plan's numbers, and the next command: a line that can be copied."""
     prediction = job.plan.prediction
     assert prediction, "a checked plan has one"
     steps, folder = job.training.steps, word(str(out))
@@ -132,14 +132,12 @@ def _summary(job: Job, files: Files, out: Path, edited: Sequence[str]) -> str:
     took += (
         f": at least {math.ceil(whole_s / limit_s)} jobs of {job.place.time}" if limit_s and whole_s > limit_s else ""
     )
-    lines = [
-        f"wrote {out}: {', '.join(files.texts)}",
-        f"predicted: {took}",
-        *(f"note: {remark}" for remark in (*edited, *remarks(job))),
-    ]
+    print(f"wrote {out}: {', '.join(files.texts)}")
+    print_notes(f"predicted: {took}", *(f"note: {remark}" for remark in (*edited, *remarks(job))))
     if files.submitter:
-        return "\n".join([*lines, f"next: bash {folder}/{SUBMIT}"])
+        print(f"next: bash {folder}/{SUBMIT}")
+        return
     stages = ("compile", "train") if job.compiles else ("train",)
     where = "" if job.num_nodes == 1 else "NODE_RANK=0 MASTER_ADDR=NODE-0 "
     numbers = "" if job.num_nodes == 1 else f" on every node, NODE_RANK from 0 to {job.num_nodes - 1}"
-    return "\n".join([*lines, *(f"next: {where}bash {folder}/{NODE} {stage}{numbers}" for stage in stages)])
+    print("\n".join(f"next: {where}bash {folder}/{NODE} {stage}{numbers}" for stage in stages))
