@@ -118,6 +118,20 @@ def resume_point(place: str, resume: Resume) -> Progress | None:
     return index and Progress(step=index.state.step, seed=index.state.seed)
 
 
+def start_point(place: str, resume: Resume) -> Progress | None:
+    """Return the checkpoint that a start goes on from; refuse a place that has some of which none can be used.
+
+    Ranks find that out too, but only when they have been started.
+    """
+    from autoshard.runtime.checkpoint.shelf import newest, unusable
+    from autoshard.runtime.checkpoint.storage import Storage
+
+    progress = resume_point(place, resume)
+    if progress is None and (faults := newest(Storage.of(place))[1]):
+        raise unusable(faults)
+    return progress
+
+
 def saved_steps(place: str) -> Sequence[int]:
     """Return the steps of the checkpoints of a place, newest first; none where it cannot be read."""
     from autoshard.runtime.checkpoint.shelf import Shelf

@@ -15,7 +15,7 @@ from autoshard.run.protocol import Engine, Run
 from autoshard.runtime.checkpoint.agreed import from_all_ranks, from_first_rank
 from autoshard.runtime.checkpoint.files import CheckpointIndex, RunState
 from autoshard.runtime.checkpoint.loading import LoadRates, load_checkpoint
-from autoshard.runtime.checkpoint.shelf import Shelf, meant, refuse_other
+from autoshard.runtime.checkpoint.shelf import Shelf, meant, refuse_other, unusable
 from autoshard.runtime.checkpoint.storage import Storage, StorageError
 from autoshard.runtime.convert.converting import is_foreign, read_weights
 from autoshard.runtime.data.batches import SampleSource
@@ -116,8 +116,7 @@ def _continued(plan: Plan, run: Run, engine: Engine, group: Any) -> Begun | None
         return index.state, (*shelf.remarks, *remarks, f"continues after step {index.state.step}{saved_under}")
     steps, faults = from_first_rank(lambda: (usable(shelf.steps), [*shelf.remarks]), group)
     if steps:
-        what = "none of its checkpoints can be used: " + "; ".join([*faults, *remarks])
-        raise InputError.of("--resume", f"{what}. To begin again, type another --out")
+        raise unusable([*faults, *remarks])
     return None
 
 

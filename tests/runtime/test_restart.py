@@ -19,8 +19,10 @@ from autoshard.runtime.restart import (
     Progress,
     StartBefore,
     refuse_strange_place,
+    resume_point,
     start_before,
     start_options,
+    start_point,
     training_text,
     workload_notes,
 )
@@ -247,3 +249,12 @@ def test_the_command_goes_on_with_what_the_run_had_and_writes_nothing_anew(
     assert f"note: as at the last start: learning_rate 0.02, data.sets.{tmp_path / 'text.txt'} 1.0" in said
     assert main(["run", "other.json", "--out", "run", "--steps", "4", "--seed", "9"]) == 2
     assert "--seed: the run has drawn its samples by seed 0" in capsys.readouterr().err
+
+
+def test_a_place_whose_checkpoints_are_all_damaged_is_refused_before_ranks_are_started(tmp_path: Path) -> None:
+    (tmp_path / "step-00000003").mkdir()
+    (tmp_path / "step-00000003" / "index.json").write_text("{}")
+    assert resume_point(str(tmp_path), "auto") is None
+    with pytest.raises(InputError, match=r"can be used: .*step-00000003/index.json: is damaged.* type another --out"):
+        start_point(str(tmp_path), "auto")
+    assert start_point(str(tmp_path / "new"), "auto") is None

@@ -1,6 +1,6 @@
 """The checkpoints of a run: which are complete, which is the newest, which are kept."""
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import groupby, islice
@@ -149,6 +149,12 @@ def newest(storage: Storage) -> tuple[CheckpointIndex | None, tuple[str, ...]]:
     except StorageError as error:
         raise InputError.of("checkpoint.to", f"cannot be read: {error}") from None
     return index, tuple(shelf.remarks)
+
+
+def unusable(faults: Sequence[str]) -> InputError:
+    """Return the error of a run that has checkpoints, all of which were passed over."""
+    what = "none of its checkpoints can be used: " + "; ".join(faults)
+    return InputError.of("--resume", f"{what}. To begin again, type another --out")
 
 
 def meant(storage: Storage) -> tuple[str, CheckpointIndex | None, tuple[str, ...]]:
