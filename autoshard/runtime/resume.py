@@ -91,8 +91,8 @@ def opened_data(plan: Plan, run: Run, state: RunState, group: Any) -> tuple[Samp
     except StorageError as error:
         raise InputError.of("data.sets", str(error)) from None
     before = SetContents(sizes=state.set_sizes, checksums=state.set_checksums)
-    known = replace(state, set_sizes=contents.sizes, set_checksums=contents.checksums)
-    return source, known, before.notes(contents)
+    state = replace(state, set_sizes=contents.sizes, set_checksums=contents.checksums)
+    return source, state, before.notes(contents)
 
 
 def _continued(plan: Plan, run: Run, engine: Engine, group: Any) -> Begun | None:

@@ -33,9 +33,9 @@ class SetContents:
         sets = source.sets if isinstance(source, MixedData) else ()
         return cls(sizes=tuple((data_set.name, len(data_set)) for data_set in sets))
 
-    def differing(self, others: "SetContents") -> list[str]:
+    def differing(self, elsewhere: "SetContents") -> list[str]:
         """Name the sets of other contents elsewhere under the same name."""
-        pairs = (self.sizes, others.sizes), (self.checksums, others.checksums)
+        pairs = (self.sizes, elsewhere.sizes), (self.checksums, elsewhere.checksums)
         return sorted({name for here, there in pairs for name, value in there if dict(here).get(name, value) != value})
 
     def notes(self, now: "SetContents") -> list[str]:
