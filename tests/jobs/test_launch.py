@@ -3,12 +3,14 @@
 import json
 import math
 import os
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
+from rich.console import Console
 
 from autoshard.cli import main
 from autoshard.command_line.reading import read_options
@@ -72,6 +74,17 @@ def test_a_long_training_says_its_days_and_how_many_jobs_that_is(
     assert f", 10 d for {steps:,} steps: at least 4 jobs of 3-00:00:00\n" in said
     assert typed(f"{SLURM} --steps {steps} --time 30-00:00:00") == 0
     assert f"10 d for {steps:,} steps\n" in capsys.readouterr().out
+
+
+def test_notes_are_as_wide_as_the_terminal(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Console, "is_terminal", True)
+    monkeypatch.setenv("COLUMNS", "80")
+    assert typed(SLURM) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert "note: scancel and preemption kill" in "".join(said)
+    assert max(len(re.sub(r"\x1b\[[0-9;]*m", "", line)) for line in said[1:-1]) <= 80
 
 
 def test_a_recipe_is_planned_and_its_keys_go_to_the_run(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
