@@ -1,7 +1,6 @@
 """Typed text becomes values of the options' types; what is wrong with it becomes faults."""
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
@@ -11,7 +10,7 @@ from jsonargparse import ArgumentError, ArgumentParser
 from autoshard.command_line.options import DEFAULT_PLAN, REQUIRED, Configuration, Counts, Option, Paths, PlanOrRecipe
 from autoshard.errors import Fault, nearest
 from autoshard.files import FolderPath
-from autoshard.spec.recipe import Pins
+from autoshard.spec.recipe import Pins, plain_number
 
 EXPECTED: dict[Any, tuple[str, str]] = {  # type -> how the help and how a fault names it
     bool: ("", "true or false"),
@@ -26,9 +25,6 @@ EXPECTED: dict[Any, tuple[str, str]] = {  # type -> how the help and how a fault
     Configuration: ("FILE", "a file"),
 }
 MISSING = "missing"  # the fault of an option that has no default
-_LENGTHS = ("seq_len",)  # counted as contexts are named: 8k is 8192
-_UNITS = {"k": 1, "K": 1, "M": 2, "G": 3, "B": 3, "T": 4}
-_NUMBER = re.compile(r"([0-9]+(?:\.[0-9]+)?)([kKMGBT])")
 
 
 def pairs_of(option: Option, texts: Sequence[str], faults: list[Fault]) -> dict[str, str]:
@@ -58,7 +54,7 @@ def value_of(option: Option, stated: tuple[str, Any] | None, faults: list[Fault]
     reader = ArgumentParser(exit_on_error=False)
     reader.add_argument("--value", type=getattr(kind, "__supertype__", kind))
     try:
-        listed = f"[{raw}]" if kind == Counts and isinstance(raw, str) else _plain_number(option, raw)
+        listed = f"[{raw}]" if kind == Counts and isinstance(raw, str) else plain_number(option.name, option.kind, raw)
         value = reader.parse_object({"value": listed}, defaults=False).value
     except ArgumentError:
         value = None
@@ -80,23 +76,6 @@ def _missing(option: Option) -> list[Fault]:
         )
         return [Fault(where=option.label, message=message)]
     return []
-
-
-def _plain_number(option: Option, raw: object) -> object:
-    """Return text like 8k, 1.5M or 10% as the number that it stands for; anything else as it is.
-
-    >>> number = Option(name="seq_len", kind=int, default=1, words=(), repeats=False, flag="--seq-len", label="")
-    >>> _plain_number(number, "8k"), _plain_number(number, "8 thousand")
-    (8192, '8 thousand')
-    """
-    text = raw.strip() if isinstance(raw, str) else ""
-    if option.kind is float and re.fullmatch(r"[0-9.]+ ?%", text):
-        return repr(round(float(text.rstrip(" %")) / 100, 12)) if text.count(".") < 2 else raw
-    match = _NUMBER.fullmatch(text) if option.kind is int else None
-    if match is None:
-        return raw
-    number = float(match[1]) * (1024 if option.name in _LENGTHS else 1000) ** _UNITS[match[2]]
-    return int(number) if number.is_integer() else raw
 
 
 def _mismatch(option: Option, raw: object) -> str:

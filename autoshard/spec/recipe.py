@@ -2,9 +2,9 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Any, Literal, NewType
+from typing import Any, Literal, NewType, cast, get_args, get_type_hints
 
 from autoshard.errors import Check, Fault, Faults, InputError, inside, nearest, require
 from autoshard.spec import record
@@ -22,6 +22,9 @@ RECIPES, SWEEPS = "recipes", "recipes/sweeps"  # folders of data that come with 
 EngineChoice = Literal["nxd", "torch", "any"]
 _PATHS = ("model", "cluster", "calibration", "module")
 _TOKENS = re.compile(r"([0-9]+(?:\.[0-9]+)?)([kKMG])")  # of a batch
+_LENGTHS = ("seq_len",)  # counted as contexts are named: 8k is 8192
+_UNITS = {"k": 1, "K": 1, "M": 2, "G": 3, "B": 3, "T": 4}
+_NUMBER = re.compile(r"([0-9]+(?:\.[0-9]+)?)([kKMGBT])")
 Pins = NewType("Pins", str)  # keys of a candidate
 
 # A convention: twice what the interval of reserved memory leaves open with TransformerEngine (kernel_tables/te.json).
@@ -201,15 +204,44 @@ def _unknown(key: str) -> str:
     return f"unknown key. {nearest(key, RECIPE_KEYS)}"
 
 
+def plain_number(name: str, kind: object, raw: object) -> object:
+    """Return text like 8k, 1.5M or 10% as the number that it stands for; anything else as it is.
+
+    >>> plain_number("seq_len", int, "8k"), plain_number("steps", int, "8k"), plain_number("seq_len", int, "8 thousand")
+    (8192, 8000, '8 thousand')
+    """
+    text = raw.strip() if isinstance(raw, str) else ""
+    if kind is float and re.fullmatch(r"[0-9.]+ ?%", text):
+        return round(float(text.rstrip(" %")) / 100, 12) if text.count(".") < 2 else raw
+    match = _NUMBER.fullmatch(text) if kind is int else None
+    if match is None:
+        return raw
+    number = float(match[1]) * (1024 if name in _LENGTHS else 1000) ** _UNITS[match[2]]
+    return int(number) if number.is_integer() else raw
+
+
+def _plain(kind: type, entries: Mapping[str, object]) -> dict[str, object]:
+    """Return entries with numbers in the place of text that stands for them, as a command reads it."""
+    hints, plain = get_type_hints(kind), dict[str, object]()
+    for key, value in entries.items():
+        hint = hints.get(key)
+        kinds = {*(get_args(hint) or (hint,))} - {type(None)}
+        if is_dataclass(hint) and isinstance(hint, type) and isinstance(value, dict):
+            plain[key] = _plain(hint, cast(dict[str, object], value))
+        else:
+            plain[key] = plain_number(key, next(iter(kinds)), value) if len(kinds) == 1 else value
+    return plain
+
+
 def recipe_of(data: object) -> Recipe:
     """Return the recipe of a file's entries, or raise one InputError with all faults."""
     entries, faults, recipe = record.decode(dict[str, object], data), Faults(), None
     unknown = [key for key in entries if key not in RECIPE_KEYS]
     faults += (Fault(where=key, message=_unknown(key)) for key in unknown)
     faults += [] if {"model", "module"} & entries.keys() else [Fault(where="model", message="missing")]
-    parts: dict[str, object] = {"nodes": entries["nodes"]} if "nodes" in entries else {}
-    for name, keys in (("question", QUESTION_KEYS), ("training", TRAINING_KEYS)):
-        parts[name] = {key: entries[key] for key in entries if key in keys}
+    parts = _plain(Recipe, {"nodes": entries["nodes"]} if "nodes" in entries else {})
+    for name, keys, kind in (("question", QUESTION_KEYS, QuestionOptions), ("training", TRAINING_KEYS, Training)):
+        parts[name] = _plain(kind, {key: entries[key] for key in entries if key in keys})
     try:
         recipe = record.decode(Recipe, parts)
     except InputError as error:

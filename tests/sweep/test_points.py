@@ -12,7 +12,7 @@ import autoshard
 from autoshard.errors import InputError
 from autoshard.plan.codec import dump
 from autoshard.spec.files import shipped
-from autoshard.spec.recipe import about
+from autoshard.spec.recipe import about, recipe_of
 from autoshard.sweep.points import Sweep, load_sweep, points_of
 from autoshard.sweep.questions import SweepQuestions
 from tests.sweep.sweep_cases import TINY, points, tiny, written
@@ -57,6 +57,16 @@ def test_dots_go_into_sections_and_null_takes_away_and_fix_is_pinned():
     assert (one.recipe.question.fix, other.recipe.question.fix) == (f"{kept},sp=false", f"{kept},tp=1,sp=false")
     assert one.recipe.question.seq_len is None
     assert "schedule.warm_up_steps=3" in one.name
+
+
+def test_numbers_may_be_written_as_on_the_command_line():
+    entries = {"model": "tiny-llama", "nodes": "1k", "seq_len": "8k", "headroom": "5%", "global_batch": "4M"}
+    recipe = recipe_of({**entries, "steps": "2k", "checkpoint": {"every_steps": "1k"}})
+    assert (recipe.question.seq_len, recipe.question.headroom, recipe.nodes) == (8192, 0.05, 1000)
+    assert recipe.question.global_batch == "4M", "whose tokens are counted with its length"
+    assert (recipe.training.steps, recipe.training.checkpoint.every_steps) == (2000, 1000)
+    with pytest.raises(InputError, match="seq_len: expected a whole number, found '8x'"):
+        recipe_of({**entries, "seq_len": "8x"})
 
 
 def test_a_point_is_named_by_its_whole_question(tmp_path: Path):
