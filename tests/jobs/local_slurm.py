@@ -37,6 +37,7 @@ MpiDefault=none
 ReturnToService=2
 NodeName=localhost CPUs=2 State=UNKNOWN
 PartitionName=all Nodes=localhost Default=YES MaxTime=INFINITE State=UP
+PartitionName=short Nodes=localhost MaxTime=1 State=UP
 """
 
 
@@ -146,7 +147,9 @@ def _free_ports() -> list[int]:
 
 
 def _idle(slurm: Slurm) -> bool:
-    done = subprocess.run(["sinfo", "-h", "-o", "%t"], env=slurm.variables, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        ["sinfo", "-h", "-p", "all", "-o", "%t"], env=slurm.variables, capture_output=True, text=True, check=False
+    )
     return done.stdout.strip() == "idle"
 
 

@@ -124,6 +124,14 @@ def test_a_run_that_cannot_begin_is_not_queued_again(slurm: Slurm, tmp_path: Pat
     assert f"{tmp_path}/nowhere" in log(tmp_path, number)
 
 
+def test_a_partition_that_gives_no_start_time_for_a_step_is_named_once(slurm: Slurm, tmp_path: Path) -> None:
+    number = tiny(slurm, tmp_path, "--partition", "short")
+    ended = slurm.wait(number, "CANCELLED", "COMPLETED", "FAILED")
+    assert (ended["JobState"], ended["Restarts"]) == ("FAILED", "0")
+    assert "partition short gives " in log(tmp_path, number) and "launch again with --time 2" in log(tmp_path, number)
+    assert not (tmp_path / "job" / "run").exists()
+
+
 @pytest.mark.parametrize("compiles", [True, False])
 def test_training_waits_for_the_compile_job_and_ends_with_it(compiles: bool, slurm: Slurm, tmp_path: Path) -> None:
     """A stand-in for Python, which would be torchrun, tells what it was told: there is no Trainium here."""
