@@ -202,6 +202,8 @@ class ExportedModule:
             else:
                 is_input = spec.kind.name == "USER_INPUT_MUTATION"
                 what, remedy = ("input", "let it change a clone") if is_input else ("parameter", "make it a buffer")
+                if "embedding_renorm" in str(node.target):
+                    remedy = "give its embedding no max_norm, and scale the rows that it returns"
                 raise InputError.of("module", f"changes its {what} {spec.target} in place; {remedy}")
 
     def result(self, flat: Sequence[Any]) -> Any:

@@ -338,6 +338,10 @@ def forces(own: Any, x: torch.Tensor) -> torch.Tensor:
             "module: takes a gradient inside of forward, .*; write it as operations",
         ),
         (averaged, "module: changes its parameter b.weight in place; make it a buffer"),
+        (
+            lambda own, x: own.a(x) + embedding(torch.arange(6), own.b.weight, max_norm=1.0),
+            "changes its parameter b.weight in place; give its embedding no max_norm, and scale the rows",
+        ),
         (lambda own, x: own.a(x.add_(1)), "module: changes its input .* in place; let it change a clone"),
         (lambda own, x: None, "module: returns no tensor that follows from a parameter"),
     ],
