@@ -71,9 +71,10 @@ def append_line(path: Path, line: str) -> None:
         size = os.fstat(number).st_size
         broken = size > 0 and os.pread(number, 1, size - 1) != b"\n"
         content = (("\n" if broken else "") + line + "\n").encode()
-        if os.write(number, content) < len(content):
-            os.ftruncate(number, size)
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        with naming(path):
+            if os.write(number, content) < len(content):
+                os.ftruncate(number, size)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     finally:
         os.close(number)
 

@@ -7,13 +7,16 @@ import signal
 import stat
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
-from autoshard.files import is_aside, replace_text, takes_lock
+from autoshard.files import append_line, is_aside, replace_text, takes_lock
 from autoshard.runtime.checkpoint.storage import Storage, StorageError
+from autoshard.runtime.convert.hf import write_json
+from autoshard.sweep.table import RowFile
 
 KILLED_AT = """
 import os, signal, sys
@@ -117,3 +120,21 @@ def test_a_file_system_without_locks_is_no_other_process(tmp_path: Path, monkeyp
         monkeypatch.setattr(fcntl, "flock", flock)
         with pytest.raises(OSError, match=r"it takes no lock \(Function not implemented\).*/\.lock"):
             takes_lock(file)
+
+
+@pytest.mark.parametrize(
+    "write", [lambda path: append_line(path, "a line"), lambda path: write_json(path, {"a": 1})], ids=["line", "json"]
+)
+def test_a_full_disk_names_the_file_that_was_written(write: Callable[[Path], object]) -> None:
+    with pytest.raises(OSError, match=r"No space left on device: '/dev/full'"):
+        write(Path("/dev/full"))
+
+
+def test_a_full_disk_names_the_table_of_a_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    rows = RowFile(tmp_path)
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match=f"No space left on device: '{tmp_path}/rows.jsonl'"):
+        rows.add([{"id": "a"}])

@@ -14,7 +14,7 @@ from typing import cast
 
 from autoshard.errors import require
 from autoshard.extensions import EXTENSIONS
-from autoshard.files import replace_text
+from autoshard.files import naming, replace_text
 from autoshard.jobs.quoting import remark, shell_words, word
 from autoshard.spec.files import json_line, read_data
 from autoshard.sweep.points import Sweep
@@ -42,7 +42,7 @@ class RowFile:
     def add(self, rows: Sequence[Row]) -> None:
         """Add rows at the end, together."""
         text = "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows)
-        with self._path.open("a", encoding="utf-8") as file:
+        with naming(self._path), self._path.open("a", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())

@@ -102,7 +102,8 @@ def finish_hf(folder: Path, outputs: Sequence[TargetFile], config: Mapping[str, 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Write a file as transformers would."""
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    with naming(path):
+        path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def copy_companions(source: Path, target: Path) -> None:

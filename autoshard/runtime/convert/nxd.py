@@ -13,6 +13,7 @@ import torch
 from autoshard.engine.hf_names import DERIVED, shapes_of
 from autoshard.engine.nxd.shards import NxdNames, Qkv, TpRank, qkv_of
 from autoshard.errors import Fault, InputError, require
+from autoshard.files import naming
 from autoshard.layout.shards import Box
 from autoshard.plan.plan import Plan
 from autoshard.runtime.convert.copying import Entry, TargetFile
@@ -112,7 +113,8 @@ def nxd_outputs(
 def finish_nxd(folder: Path) -> None:
     """Mark the folder as a whole tag."""
     for mark in _MARKS:
-        (folder / mark).write_text("1", encoding="utf-8")
+        with naming(folder / mark):
+            (folder / mark).write_text("1", encoding="utf-8")
 
 
 def _name(tp: int, pp: int) -> str:

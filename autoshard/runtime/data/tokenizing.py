@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from autoshard.errors import Fault, InputError, RunFailed, require
-from autoshard.files import remove_asides, takes_lock
+from autoshard.files import naming, remove_asides, takes_lock
 from autoshard.runtime.data.documents import FilePart, TextSource, Where, documents
 from autoshard.runtime.data.indexed import IndexedWriter, dtype_of, sibling_file
 from autoshard.runtime.data.opened import (
@@ -277,7 +277,8 @@ def _make(piece: _WorkPiece) -> PieceRecord:
     aside, tokenizer = sibling_file(piece.prefix, ".partial"), _opened(piece.tokenizer)
     template = ChatTemplate(source=tokenizer.template or "", special=tokenizer.special)
     num_empty = 0
-    with IndexedWriter(aside, tokenizer.record.vocab, masked=piece.kind == "chat") as writer:
+    named = naming(sibling_file(aside, ".bin"))  # a full disk names no file
+    with named, IndexedWriter(aside, tokenizer.record.vocab, masked=piece.kind == "chat") as writer:
         for batch in _batches(piece, template):
             texts = [text for text in batch if text]
             num_empty += len(batch) - len(texts)

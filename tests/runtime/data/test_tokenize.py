@@ -1,9 +1,11 @@
 """``autoshard tokenize``: forms of text, processes, kills, and what is said when something is wrong."""
 
+import errno
 import fcntl
 import gzip
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,6 +18,7 @@ import pytest
 from autoshard.cli import main
 from autoshard.errors import InputError
 from autoshard.runtime.data import documents
+from autoshard.runtime.data.indexed import IndexedWriter
 from autoshard.runtime.data.opened import NAME, open_source, read_manifest
 from autoshard.spec.training import DataSpec
 from tests.runtime.cases import children_of, environment, is_alive, wait_until
@@ -297,3 +300,16 @@ def test_wrong_input_is_one_message_with_the_remedy(tmp_path: Path, arguments, s
     given += [] if "--tokenizer" in given else ["--tokenizer", "bytes"]
     given += [] if "--out" in given else ["--out", str(tmp_path / "out")]
     assert said.format(**names) in say(*given, capsys=capsys)
+
+
+def test_a_full_disk_is_named_with_its_file(tmp_path: Path, capsys, monkeypatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # as a write that names no file
+
+    source, out = write_jsonl(tmp_path / "a.jsonl"), tmp_path / "set"
+    monkeypatch.setattr(IndexedWriter, "add", full)
+    words = ("tokenize", str(source), "--tokenizer", "bytes", "--out", str(out), "--workers", "1")
+    assert main(list(words)) == 2
+    assert re.search(rf"{out}/\S+\.partial\.bin: No space left on device", capsys.readouterr().err)
+    monkeypatch.undo()
+    assert main(list(words)) == 0 and read_manifest(out / NAME).num_documents > 0
