@@ -1,6 +1,7 @@
 """What a start of a run takes over from the start before: its plan, the options that nobody states, how far it came."""
 
 import json
+import os
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -118,15 +119,18 @@ def resume_point(place: str, resume: Resume) -> Progress | None:
     return index and Progress(step=index.state.step, seed=index.state.seed)
 
 
-def start_point(place: str, resume: Resume) -> Progress | None:
-    """Return the checkpoint that a start goes on from; refuse a place that has some of which none can be used.
+def start_point(folder: Path, to: str | None, resume: Resume) -> Progress | None:
+    """Return the checkpoint that a start goes on from; refuse a place without a usable one, or that takes none.
 
     Ranks find that out too, but only when they have been started.
     """
     from autoshard.runtime.checkpoint.shelf import newest, unusable
     from autoshard.runtime.checkpoint.storage import Storage
 
+    place = place_of(folder, to)
     progress = resume_point(place, resume)
+    if to is not None:
+        _refuse_unwritable(place)
     if progress is None and (faults := newest(Storage.of(place))[1]):
         raise unusable(faults)
     return progress
@@ -167,6 +171,19 @@ def refuse_strange_place(folder: Path, training: Training, before: Training | No
     if old and (to == "none" or resume_point(place, "auto") is None):
         there = f"the checkpoints of this run lie in {place_before} (newest: step {old.step})"
         raise InputError.of(option, f"{there}, so that it would begin again. Leave the option out")
+
+
+def _refuse_unwritable(place: str) -> None:
+    """Refuse a folder into which nothing can be written; of a store the ranks find that out."""
+    from autoshard.runtime.checkpoint.storage import Storage, StorageError
+
+    storage, name = Storage.of(place), f".token-{os.getpid()}"
+    if storage.is_local:
+        try:
+            storage.write(name, b"")
+            storage.remove(name)
+        except StorageError as error:
+            raise InputError.of("checkpoint.to", f"cannot be used: {error}. {error.remedy}") from None
 
 
 def start_options(

@@ -256,5 +256,16 @@ def test_a_place_whose_checkpoints_are_all_damaged_is_refused_before_ranks_are_s
     (tmp_path / "step-00000003" / "index.json").write_text("{}")
     assert resume_point(str(tmp_path), "auto") is None
     with pytest.raises(InputError, match=r"can be used: .*step-00000003/index.json: is damaged.* type another --out"):
-        start_point(str(tmp_path), "auto")
-    assert start_point(str(tmp_path / "new"), "auto") is None
+        start_point(tmp_path, str(tmp_path), "auto")
+    assert start_point(tmp_path / "new", None, "auto") is None
+    assert start_point(tmp_path, str(tmp_path / "new"), "auto") is None and not any((tmp_path / "new").iterdir())
+
+
+def test_a_place_into_which_nothing_can_be_written_is_refused_before_ranks_are_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_tiny(tmp_path)
+    assert main(["run", "tiny.json", "--steps", "1", "--checkpoint.to", "/proc/nowhere"]) == 2
+    said = capsys.readouterr()
+    assert "checkpoint.to: cannot be used: " in said.err and not said.out

@@ -258,7 +258,7 @@ def _taken_over(execution: Execution) -> Execution:
         raise RunFailed(f"another start has changed {folder} while this one waited for it. Type the same command again")
     refuse_strange_place(folder, training, before.training, run.resume)
     saves = training.checkpoint.saves and run.resume != "never"
-    progress = start_point(place_of(folder, training.checkpoint.to), run.resume) if saves else None
+    progress = start_point(folder, training.checkpoint.to, run.resume) if saves else None
     training, notes = start_options(training, execution.stated, before.training, progress)
     notes = (*execution.notes, *workload_notes(before.plan, execution.plan, progress), *notes)
     return replace(execution, run=replace(run, training=training), notes=notes)
