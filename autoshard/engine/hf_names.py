@@ -225,12 +225,12 @@ _GPT2: Names = (
 )
 _OLMO = (*_LLAMA_OUTSIDE, *_under("model.layers.{layer}.", "layer.{layer}.", _OLMO2_ATTENTION + _LLAMA_MLP))
 _LLAMA_LIKE = (*_LLAMA_OUTSIDE, *_under("model.layers.{layer}.", "layer.{layer}.", _LLAMA_ATTENTION + _LLAMA_MLP))
+_AS_LLAMA = (
+    "llama", "mistral", "qwen2", "qwen3", "seed_oss", "smollm3", "ministral3", "granite", "nemotron", "arcee", "jais2",
+)  # fmt: skip
 _HEAD: Names = (("lm_head.weight", "vocab hidden", "head.0.unembed.weight"),)
 HF_NAMES: Mapping[str, Mapping[Form, Names]] = {
-    **{
-        family: {"published": _LLAMA_LIKE, "module": _LLAMA_LIKE}
-        for family in ("llama", "mistral", "qwen2", "qwen3", "seed_oss", "smollm3", "ministral3", "granite")
-    },
+    **{family: {"published": _LLAMA_LIKE, "module": _LLAMA_LIKE} for family in _AS_LLAMA},
     **{
         family: {
             "published": _LLAMA_OUTSIDE + _under("model.layers.{layer}.", "layer.{layer}.", more + published),

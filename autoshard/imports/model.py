@@ -29,7 +29,7 @@ _OPTIONS = (  # facts that are options of a ModelSpec
     "router", "shared_ffn", "latent", "sinks", "router_bias", "glu_limit", "glu_slope", "kinds", "order",
 )  # fmt: skip
 _ENOUGH = ("num_hidden_layers", "hidden_size")
-_NOT_SHAPE = ("name", "source", "max_positions", "norm_eps", "rotary_theta", "rotary_scaling", "window")
+_NOT_SHAPE = ("name", "source", "max_positions", "norm_eps", "norm_offset", "rotary_theta", "rotary_scaling", "window")
 _SUFFIX = re.compile(
     r"[-_](hf|instruct|chat|base|v0\.\d+)$"
 )  # v0.1 is a release; V2 and V3 of DeepSeek are other models
@@ -93,10 +93,10 @@ def _model_of(run: ImportedRun, facts: Mapping[str, Any], typed: str | None) -> 
     cards = [load_model(name) for name in model_names()]
     # Sizes alone mean a model without further options, which other keys would have to state.
     said = {name: facts[name] for name in _OPTIONS if facts.get(name)}
-    fits = [card for card in cards if options_on(card) == said and not _contradictions(facts, card)]
+    fits = [card for card in cards if _of_shape(options_on(card)) == said and not _contradictions(facts, card)]
     if fits:
         card = _chosen(fits, facts, run.hints)
-        changes = {"window": facts.get("sliding_window", card.window), **_rotation(facts)}
+        changes = {"window": facts.get("sliding_window", card.window), **_rotation(facts), **_offset(facts)}
         differs = f", with a window of {changes['window']} tokens" if changes["window"] != card.window else ""
         scaling = changes.get("rotary_scaling", card.rotary_scaling)
         differs += ", with its scaling of rotary frequencies" if scaling != card.rotary_scaling else ""
@@ -203,12 +203,13 @@ def _written_out(facts: Mapping[str, Any], run: ImportedRun) -> tuple[ModelSpec,
     if "vocab_size" not in config:
         config["vocab_size"] = _VOCABULARIES.get(str(facts.get("tokenizer")), 32000 if gated else 50257)
         said.append(f"vocabulary {config['vocab_size']}, since the tokenizer's size is not in the file")
+    config.setdefault("num_key_value_heads", config["num_attention_heads"])
     config.setdefault("max_position_embeddings", run.facts.get("work.seq_len", 4096))
     mixture = bool(facts.get("num_local_experts"))
     config |= {"model_type": "mixtral", "sliding_window": None} if mixture else {"model_type": "llama"}
     spec = spec_from_config(config, name=run.name or _label(run), source=f"the user's {run.file.rpartition('/')[2]}")
     options = {name: facts[name] for name in _OPTIONS if facts.get(name)}
-    spec = replace(spec, **_traits(facts), **_rotation(facts), **options)
+    spec = replace(spec, **_traits(facts), **_rotation(facts), **_offset(facts), **options)
     return spec, "; ".join(["the sizes in the file, of which no card is", *said])
 
 
@@ -232,6 +233,15 @@ def _rotation(facts: Mapping[str, Any]) -> dict[str, Any]:
     """Return which part of a head rotates and how, where a file states it."""
     names = {"rotary_fraction": "rotary_fraction", "rope_scaling": "rotary_scaling"}
     return {name: facts[key] for key, name in names.items() if key in facts}
+
+
+def _offset(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what norms add to their weights, where a file states it."""
+    return {"norm_offset": facts["norm_offset"]} if "norm_offset" in facts else {}
+
+
+def _of_shape(options: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {name: value for name, value in options.items() if name not in _NOT_SHAPE}
 
 
 def _label(run: ImportedRun) -> str:

@@ -52,7 +52,7 @@ class Limits:
     sp: tuple[bool, ...] = (True, False)
     precisions: tuple[str, ...] = ("bf16",)
     shards_with: tuple[str, ...] = ()  # axes beside which weights are always sharded
-    absent: tuple[str, ...] = ()  # traits of a model that it does not have
+    lacks: Callable[[ModelSpec], tuple[str, ...]] = lambda model: ()  # traits of a model that it does not have
     unsaid: Mapping[str, str] = field(default_factory=dict[str, str])  # what the file does not hold -> where it stands
     options: Callable[[ModelSpec], tuple[str, ...]] = lambda model: ()  # those of a model that a file says
     says_rotation: Callable[[ModelSpec], bool] = lambda model: True  # whether a file says how frequencies are scaled
@@ -62,8 +62,7 @@ class Limits:
         if {"model", "model_config"} & self.unsaid.keys():
             return ()
         said = self.options(model)
-        absent = (name for name in self.absent if getattr(model, name))
-        return (*absent, *(option for option in options_on(model) if option not in said))
+        return (*self.lacks(model), *(option for option in options_on(model) if option not in said))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ from autoshard.spec.model_parts import MAX_DIM, LatentAttention, RotaryScaling, 
 from autoshard.spec.record import option
 from autoshard.spec.repeats import compress, expand_counts
 
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
 RouterScores = Literal["softmax", "sigmoid"]
 
 # Far above every published model, and low enough that a typing error cannot make planning take days.

@@ -44,6 +44,7 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "gelu_tanh": {"activation": "gelu_tanh"},
     "relu": {"activation": "relu"},
     "plain relu": {"activation": "relu", "gated_mlp": False},
+    "plain squared relu": {"activation": "relu2", "gated_mlp": False, "norm": "layer", "norm_offset": 1.0},
     "biases": BIASES,
     "query and key norm": {"qk_norm": True},
     "query and key layer norm": {"qk_norm": True, "norm": "layer"},

@@ -54,7 +54,7 @@ CARDS = ("deepseek-v2", "deepseek-v3", "gpt-oss-120b", "olmo2-13b")  # with kind
 SMALL = small_models()
 MODELS = {name: SMALL[name] for name in (*OPTIONS, *CARDS)} | {
     name: replace(SMALL["layer norm"], positions="learned", gated_mlp=False, activation=name, **BIASES)
-    for name in ("gelu", "gelu_tanh", "relu", "silu")
+    for name in ("gelu", "gelu_tanh", "relu", "relu2", "silu")
 }
 QUESTIONS = {
     **{f"experts balanced over a {over}": (MODELS["experts"], "joined", over) for over in ("batch", "sequence")},

@@ -4,11 +4,13 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
+from itertools import product
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from autoshard.errors import InputError
 from autoshard.exports.limits import Difference, Expressed, expressed
 from autoshard.exports.writing import SUFFIXES, text_of
 from autoshard.imports.imported import PROGRAMS, imported_run
@@ -27,6 +29,7 @@ from autoshard.spec.model_parts import RotaryScaling
 from autoshard.spec.recipe import Pins
 from autoshard.spec.record import options_on
 from autoshard.spec.workload import BalancedOver, Precision, Workload
+from tests.spec.hf.smallest import SMALLEST, read as read_config
 
 WRITTEN = {program.name: program for program in PROGRAMS if program.name != "bridge"}
 SETTINGS = {"llama3-8b": 32, "mixtral-8x7b": 32, "gpt3-6.7b": 32}
@@ -60,16 +63,19 @@ def imported(program: OtherProgram, plan: Plan, found: Expressed) -> ImportedQue
 
 def test_a_file_that_says_which_model_is_trained_says_which_options_it_cannot():
     for name in ("tiny-olmo2", "tiny-gemma3", "llama3-8b"):
-        options = tuple(options_on(load_model(name)))
-        said = {program: found.limits.unsayable(load_model(name)) for program, found in WRITTEN.items()}
+        model = load_model(name)
+        options = tuple(option for option in options_on(model) if option != "norm_offset")
+        options = options if model.activation == "silu" else ("activation", *options)
+        said = {program: found.limits.unsayable(model) for program, found in WRITTEN.items()}
         assert said == dict.fromkeys(WRITTEN, ()) | {"megatron": options}
         assert options == () if name == "llama3-8b" else "norm_place" in options
 
 
 @pytest.mark.parametrize(
-    "name", ["gpt-oss-20b", "glm4.5-air", "deepseek-v3", "deepseek-v2-lite", "tiny-gpt-oss", "smollm3-3b"]
+    "name",
+    ["gpt-oss-20b", "glm4.5-air", "deepseek-v3", "deepseek-v2-lite", "tiny-gpt-oss", "smollm3-3b", "nemotron4-15b"],
 )
-def test_megatron_reads_layers_that_differ_as_it_writes_them(name: str, tmp_path: Path):
+def test_megatron_reads_options_of_models_as_it_writes_them(name: str, tmp_path: Path):
     model, program = load_model(name), WRITTEN["megatron"]
     plan = plan_at(name, Candidate(tp=1, pp=1, dp=8, recompute=(Recompute(kind="full"),)))
     path = tmp_path / "run.sh"
@@ -78,6 +84,7 @@ def test_megatron_reads_layers_that_differ_as_it_writes_them(name: str, tmp_path
     read = question.request.model
     assert options_on(read) == options_on(model) and (read.head_dim, read.ffn) == (model.head_dim, model.ffn)
     assert read.num_parameters == model.num_parameters
+    assert (read.activation, read.norm, read.rotary_fraction) == (model.activation, model.norm, model.rotary_fraction)
 
 
 _YARN = RotaryScaling(kind="yarn", factor=16.0, high_frequency_factor=32.0, original_positions=4096)
@@ -107,6 +114,25 @@ def test_megatron_reads_the_scaling_of_frequencies_as_it_writes_it_or_the_export
     cannot = [f"rotary frequencies scaled by {scaling.kind} (factor {scaling.factor:g})"]
     lost = [difference.what for difference in expression.differences if "rotary" in difference.what]
     assert lost == ([] if said[name != "llama3-8b"] else cannot)
+
+
+@pytest.mark.parametrize("family", SMALLEST)
+def test_megatron_reads_a_model_without_a_card_as_it_was_written_or_has_no_key_for_it(family: str, tmp_path: Path):
+    plan, program = plan_at("llama3-8b", Candidate(tp=1, pp=1, dp=8)), WRITTEN["megatron"]
+    biases = [{}, {"attention_bias": True}, {"mlp_bias": True}, {"attention_bias": True, "mlp_bias": True}]
+    for hidden_act, bias in product(("silu", "gelu", "gelu_new", "relu", "relu2"), biases):
+        try:
+            model = read_config(family, hidden_act=hidden_act, **bias)
+        except InputError:
+            continue
+        plan = replace(plan, model=replace(model, name="proxy"))
+        if program.limits.unsayable(plan.model):
+            continue
+        (tmp_path / "run.sh").write_text(text_of(program, plan, expressed(plan, program)), encoding="utf-8")
+        read = imported_question(imported_run(str(tmp_path / "run.sh")), ImportOptions(cluster="h100"), 1).request.model
+        tanh = {"activation": "gelu"} if model.activation == "gelu_tanh" else {}  # one flag for both forms of GELU
+        written = {"name": read.name, "source": read.source, "max_positions": read.max_positions}
+        assert read == replace(model, **written, **tanh), (hidden_act, bias)
 
 
 @st.composite

@@ -168,6 +168,7 @@ UNARY: Mapping[Function, Reference] = {
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "relu": F.relu,
+    "relu2": lambda x: F.relu(x).square(),
     "exp": torch.exp,
     "log": torch.log,
     "negate": torch.neg,

@@ -468,7 +468,7 @@ NEMO: dict[str, Any] = {
     [
         ({}, {"name": "llama2-7b"}),
         ({"bias": True}, {"mlp_bias": True, "gated_mlp": True, "tied_embeddings": False}),
-        ({"activation": "squared-relu"}, {"gated_mlp": False, "activation": "relu", "mlp_bias": False}),
+        ({"activation": "squared-relu"}, {"gated_mlp": False, "activation": "relu2", "mlp_bias": False}),
         ({"activation": "geglu", "share_embeddings_and_output_weights": True},
          {"gated_mlp": True, "activation": "gelu", "tied_embeddings": True}),
     ],

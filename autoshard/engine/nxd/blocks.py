@@ -229,7 +229,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 _FUNCTIONS: Mapping[str, Compute] = {
     "silu": functional.silu, "gelu": functional.gelu, "gelu_tanh": partial(functional.gelu, approximate="tanh"),
-    "relu": functional.relu, "exp": torch.exp, "log": torch.log,
+    "relu": functional.relu, "relu2": lambda x: functional.relu(x).square(), "exp": torch.exp, "log": torch.log,
 }  # fmt: skip
 COMPUTE: Mapping[type, Callable[[Any, Call], Compute]] = {
     Lookup: lambda kind, call: functional.embedding,

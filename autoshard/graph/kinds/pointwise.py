@@ -10,7 +10,7 @@ import numpy as np
 from autoshard.graph.op import Array, Call, Differentiable, Dims, GradientStep, OpKind, Output, Tensor, aligned
 from autoshard.spec.workload import Dtype
 
-Function = Literal["silu", "gelu", "gelu_tanh", "relu", "exp", "log", "negate"]
+Function = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "exp", "log", "negate"]
 _GELU_SLOPE = math.sqrt(2 / math.pi)  # derived: the tanh form of GELU matches the slope of erf at zero
 _GELU_CUBIC = 0.044715  # cited: Hendrycks and Gimpel, Gaussian Error Linear Units (arXiv 1606.08415)
 
@@ -37,6 +37,7 @@ _VALUES: Mapping[Function, Callable[[Array], Array]] = {
     "gelu": lambda x: 0.5 * x * (1 + _erf(x / math.sqrt(2))),
     "gelu_tanh": lambda x: 0.5 * x * (1 + _gelu_inner(x)),
     "relu": lambda x: np.maximum(x, 0),
+    "relu2": lambda x: np.maximum(x, 0) ** 2,
     "exp": np.exp,
     "log": np.log,
     "negate": np.negative,
@@ -46,6 +47,7 @@ _SLOPES: Mapping[Function, Callable[[Array], Array]] = {
     "gelu": lambda x: 0.5 * (1 + _erf(x / math.sqrt(2))) + x * np.exp(-(x**2) / 2) / math.sqrt(2 * math.pi),
     "gelu_tanh": _gelu_tanh_slope,
     "relu": lambda x: (x > 0).astype(x.dtype),
+    "relu2": lambda x: 2 * np.maximum(x, 0),
     "log": lambda x: 1 / x,
 }
 

@@ -23,10 +23,10 @@ def model(keys: Keys) -> Facts:
     positions = str(keys.get("position_embedding_type", "learned_absolute"))
     rotary = positions in ROTARY or truth(keys.get("use_rotary_position_embeddings"))
     bias = not truth(keys.get("disable_bias_linear")) and all(truth(keys.get(key, True)) for key in _BIASES)
-    act = "silu" if gated else "relu" if truth(keys.get("squared_relu")) else "gelu"
+    act = "silu" if gated else "relu2" if truth(keys.get("squared_relu")) else "gelu"
     gated, act = _ACTIVATIONS.get(str(keys.get("model.activation")).removeprefix("fast-"), (gated, act))
     tied = truth(keys.get("share_embeddings_and_output_weights", True))
-    facts = {
+    facts: dict[str, Any] = {
         "model.norm": "rms" if str(keys.get("normalization", "")).lower() == "rmsnorm" else "layer",
         "model.positions": "rotary" if rotary else "learned",
         "model.gated": gated,
@@ -34,6 +34,8 @@ def model(keys: Keys) -> Facts:
         "model.bias": bias,
         "model.tie_word_embeddings": tied and not truth(keys.get("untie_embeddings_and_output_weights")),
     }
+    if truth(keys.get("apply_layernorm_1p")) or str(keys.get("normalization", "")).lower() == "layernorm1p":
+        facts["model.norm_offset"] = 1.0
     if truth(keys.get("add_qkv_bias")):
         facts["model.qkv_bias"] = True
     if truth(keys.get("qk_layernorm")) and not truth(keys.get("multi_latent_attention")):
@@ -44,7 +46,7 @@ def model(keys: Keys) -> Facts:
 _BIASES = ("add_bias_linear", "model.bias")
 # model.activation of NeMo's YAML (examples/nlp/language_modeling/conf): whether it gates an MLP, and by which function
 _ACTIVATIONS: Mapping[str, tuple[bool, str]] = {
-    "swiglu": (True, "silu"), "geglu": (True, "gelu"), "reglu": (True, "relu"), "squared-relu": (False, "relu"),
+    "swiglu": (True, "silu"), "geglu": (True, "gelu"), "reglu": (True, "relu"), "squared-relu": (False, "relu2"),
     "gelu": (False, "gelu"),
 }  # fmt: skip
 
@@ -53,6 +55,10 @@ def written_model(facts: Facts) -> Keys:
     """Write these flags."""
     keys: dict[str, Any] = {}
     keys |= {"normalization": "RMSNorm"} if facts.get("model.norm") == "rms" else {}
+    keys |= {"apply_layernorm_1p": True} if facts.get("model.norm_offset") == 1 else {}
+    keys |= (
+        {"squared_relu": True} if (facts.get("model.gated"), facts.get("model.hidden_act")) == (False, "relu2") else {}
+    )
     keys |= position_type(facts)
     keys |= {"swiglu": True} if facts.get("model.gated") and not facts.get("model.glu_limit") else {}
     keys |= {} if facts.get("model.bias") else {"disable_bias_linear": True}
@@ -66,6 +72,7 @@ def written_model(facts: Facts) -> Keys:
 MODEL = (
     "swiglu", "normalization", "position_embedding_type", "use_rotary_position_embeddings", "disable_bias_linear",
     "add_bias_linear", "untie_embeddings_and_output_weights", "add_qkv_bias", "qk_layernorm", "squared_relu",
+    "apply_layernorm_1p",
     "num_layers", "quick_geglu", "multi_latent_attention", "gated_linear_unit", "model.activation", "model.bias",
     "share_embeddings_and_output_weights",
 )  # fmt: skip
@@ -178,19 +185,40 @@ def _router(keys: Keys) -> Facts:
     )
 
 
+_GATED, _UNGATED = ("silu",), ("gelu", "gelu_tanh", "relu2")  # what MLPs compute with --swiglu, and without
+_BIASED = ((False, False, False), (True, False, False), (True, True, True))  # of queries to values, outputs and MLPs
+
+
+def traits_without_flag(model: ModelSpec) -> tuple[str, ...]:
+    """Return the traits of a model, beside its options, that no flag says.
+
+    >>> from autoshard.spec.model_catalogue import load_model
+    >>> traits_without_flag(load_model("gpt-neox-20b"))
+    ('parallel_residual',)
+    """
+    functions = _GATED if model.gated_mlp else _UNGATED
+    lacking = {
+        "parallel_residual": model.parallel_residual,
+        "activation": model.activation not in functions,
+        "out_bias": (model.qkv_bias, model.out_bias, model.mlp_bias) not in _BIASED,
+    }
+    return tuple(name for name, is_lacking in lacking.items() if is_lacking)
+
+
 def options_of_flags(model: ModelSpec) -> tuple[str, ...]:
     """Return the options of a model that flags say: those that are read as they are written, and shared experts.
 
     >>> from autoshard.spec.model_catalogue import load_model
     >>> options_of_flags(load_model("glm4.5"))
-    ('router', 'shared_ffn', 'kinds', 'order')
+    ('router', 'shared_ffn', 'norm_offset', 'kinds', 'order')
     """
     written = {**_written_router({"model.router": model.router}), "moe_router_topk": model.experts_per_token}
     is_said = model.router is not None and _router(written).get("model.router") == model.router
     sizes = {"num_hidden_layers": model.num_layers, "intermediate_size": model.ffn, "head_dim": model.head_dim}
     sizes |= {"num_local_experts": model.num_experts, **options_on(model)}
     layers = said_options({f"model.{key}": value for key, value in sizes.items()})
-    return (*(("router",) if is_said else ()), "shared_ffn", *layers)
+    offset = ("norm_offset",) if model.norm_offset in (0, 1) else ()
+    return (*(("router",) if is_said else ()), "shared_ffn", *offset, *layers)
 
 
 def _written_router(facts: Facts) -> Keys:

@@ -31,6 +31,7 @@ def known_function(steps: Sequence[TracedStep], x: Traced, flow: SegmentFlow) ->
         "gelu": F.gelu(points),
         "gelu_tanh": F.gelu(points, approximate="tanh"),
         "relu": F.relu(points),
+        "relu2": F.relu(points).square(),
     }
     if result is None or result.numel() != _POINTS:
         return None

@@ -288,6 +288,30 @@ MODEL_TYPES: Mapping[str, ModelType] = {
         window="all layers",
         flags={**FLAGS, "use_bias": _ALL_BIASES},
     ),
+    "nemotron": ModelType(
+        architecture="NemotronForCausalLM",
+        fixed={"norm": "layer", "norm_offset": 1.0, "gated_mlp": False},
+        defaults={
+            "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "hidden_act": "relu2", "partial_rotary_factor": 0.5,
+            "attention_bias": False, "mlp_bias": False,
+        },
+    ),
+    "arcee": ModelType(
+        architecture="ArceeForCausalLM",
+        fixed={"gated_mlp": False},
+        defaults={
+            "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "hidden_act": "relu2", "attention_bias": False,
+            "mlp_bias": False,
+        },
+    ),
+    "jais2": ModelType(
+        architecture="Jais2ForCausalLM",
+        fixed={"norm": "layer", "gated_mlp": False},
+        defaults={
+            "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "hidden_act": "relu2", "attention_bias": True,
+            "mlp_bias": True,
+        },
+    ),
     "granite": ModelType(
         architecture="GraniteForCausalLM",
         defaults={
@@ -323,7 +347,7 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
     "num_attention_heads": ("n_head",),
     "intermediate_size": ("n_inner",),
     "max_position_embeddings": ("n_positions",),
-    "rms_norm_eps": ("layer_norm_eps", "layer_norm_epsilon", "norm_epsilon"),
+    "rms_norm_eps": ("layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps"),
     "hidden_act": ("activation_function", "hidden_activation"),
     "rope_theta": ("rotary_emb_base",),
     "partial_rotary_factor": ("rotary_pct",),
@@ -348,6 +372,7 @@ ACTIVATIONS: Mapping[str, Activation] = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_python_tanh": "gelu_tanh",
     "relu": "relu",
+    "relu2": "relu2",
 }
 # Fields of options that no model has until ModelSpec names them, with the values that switch them off. Some belong to
 # related models: transformers would ignore them, and compute another model than the one that was meant.

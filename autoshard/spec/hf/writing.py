@@ -31,6 +31,8 @@ _SPELLED: Mapping[str, Mapping[str, str]] = {
     "phi3": {"hidden_dropout": "resid_pdrop"},
     "starcoder2": {"rms_norm_eps": "norm_epsilon", "hidden_dropout": "residual_dropout"},
     "seed_oss": {"hidden_dropout": "residual_dropout"},
+    "nemotron": {"rms_norm_eps": "norm_eps"},
+    "jais2": {"rms_norm_eps": "layer_norm_eps"},
     "gpt_neox": {
         "rms_norm_eps": "layer_norm_eps", "rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"
     },

@@ -48,6 +48,9 @@ SMALLEST: dict[str, dict[str, Any]] = {
     "ministral3": SIZES
     | {"num_attention_heads": 8, "rope_parameters": {"rope_type": "default", "llama_4_scaling_beta": 0.0}},
     "granite": SIZES,
+    "nemotron": SIZES | {"num_key_value_heads": 4},  # its code needs the number
+    "arcee": SIZES,
+    "jais2": SIZES,
     "glm4": SIZES,
     "ernie4_5": SIZES,
     "starcoder2": SIZES,

@@ -59,6 +59,7 @@ def test_activations_with_one_name_compute_one_function():
     x = torch.linspace(-6, 6, 1001, dtype=torch.float64)
     functional = torch.nn.functional
     expected = {name: getattr(functional, name)(x) for name in ("silu", "relu", "gelu")}
+    expected["relu2"] = expected["relu"] ** 2
     expected["gelu_tanh"] = functional.gelu(x, approximate="tanh")
     for name, kind in ACTIVATIONS.items():
         torch.testing.assert_close(activations.ACT2FN[name](x), expected[kind], rtol=0, atol=1e-9)
@@ -137,6 +138,21 @@ def test_multipliers_of_granite_scale_embeddings_scores_residuals_and_logits():
     assert read("granite").score_scale == 1.0 and read("llama", **stated) == read("llama")
     for field in (*stated, "attention_multiplier"):
         assert refused("granite", **{field: 0.0}) == [field]
+
+
+# ------------------------------------------------------------------------------- Nemotron-4, Arcee and Jais-2
+
+
+@pytest.mark.parametrize(
+    ("family", "norm", "offset", "bias"),
+    [("nemotron", "layer", 1.0, False), ("arcee", "rms", 0.0, False), ("jais2", "layer", 0.0, True)],
+)
+def test_mlps_of_squared_relus_have_no_gate(family: str, norm: str, offset: float, bias: bool):
+    model = read(family, norm_eps=1e-3) if family == "nemotron" else read(family)
+    assert (model.activation, model.gated_mlp, model.norm, model.norm_offset) == ("relu2", False, norm, offset)
+    assert (model.qkv_bias, model.out_bias, model.mlp_bias) == (bias, bias, bias)
+    assert model.norm_eps == (1e-3 if family == "nemotron" else 1e-5) and read(family, hidden_act="gelu") != model
+    assert config_of(model)["model_type"] == family
 
 
 # ---------------------------------------------------------------------------------- ERNIE, GLM-4 and StarCoder2
