@@ -111,6 +111,15 @@ _FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "nemotron": {"num_key_value_heads": 2, "head_dim": 8, "mlp_bias": True},
     "arcee": {"num_key_value_heads": 2},
     "jais2": {"num_key_value_heads": 2},
+    "olmoe": {"num_key_value_heads": 2, "num_experts": 4, "num_experts_per_tok": 2},
+    "granitemoe": {
+        "num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2, "attention_multiplier": 0.3,
+        "embedding_multiplier": 3.0, "residual_multiplier": 0.22, "logits_scaling": 0.5,
+    },
+    "ernie4_5_moe": {
+        "num_key_value_heads": 2, "moe_num_experts": 8, "moe_k": 2, "moe_num_shared_experts": 2,
+        "moe_layer_start_index": 1, "intermediate_size": 40,
+    },
     "glm4": {"num_key_value_heads": 2, "head_dim": 8},
     "ernie4_5": {"num_key_value_heads": 2, "head_dim": 8, "use_bias": True, "tie_word_embeddings": False},
     "starcoder2": {"num_key_value_heads": 2, "sliding_window": 3},
@@ -136,7 +145,7 @@ _FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "deepseek_v2": {**_LATENT, "q_lora_rank": None, "qk_nope_head_dim": 6, "topk_method": "group_limited_greedy"},
 }  # fmt: skip
 # Whose experts have a width of their own.
-_MIXTURES = ("qwen3_moe", "glm4_moe", "glm4_moe_lite", "dots1", "deepseek_v2", "deepseek_v3")
+_MIXTURES = ("ernie4_5_moe", "qwen3_moe", "glm4_moe", "glm4_moe_lite", "dots1", "deepseek_v2", "deepseek_v3")
 SMALL_FAMILIES = tuple(_FAMILIES)
 # Models whose layers differ: some attend to a window alone, some have an MLP in the place of experts.
 DIFFERENT_LAYERS: tuple[tuple[str, dict[str, Any]], ...] = (

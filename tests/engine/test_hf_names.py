@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, strategies as st
 
 import autoshard
-from autoshard.engine.hf_names import HF_NAMES, Form, HfNames
+from autoshard.engine.hf_names import HfNames
+from autoshard.engine.hf_tables import HF_NAMES, Form
 from autoshard.errors import InputError
 from autoshard.graph.op import Array
 from autoshard.spec.hf.config import MODEL_TYPES, spec_from_config
@@ -28,12 +29,37 @@ FLAGS: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(
         ("qwen3", "glm4_moe", "dots1", "deepseek_v2", "deepseek_v3"), ("attention_bias", "tie_word_embeddings")
     ),
-    **dict.fromkeys(("gpt_oss", "glm4", "seed_oss"), ("attention_bias", "tie_word_embeddings")),
+    **dict.fromkeys(("nemotron", "arcee", "jais2"), ("attention_bias", "mlp_bias", "tie_word_embeddings")),
+    **dict.fromkeys(("olmoe", "granitemoe", "gpt_oss", "glm4", "seed_oss"), ("attention_bias", "tie_word_embeddings")),
     **dict.fromkeys(("ernie4_5", "starcoder2"), ("use_bias", "tie_word_embeddings")),
 }
 
 
 WIDTHS = {**{family: kind.width for family, kind in MODEL_TYPES.items()}, "gpt2": "n_inner"}
+
+
+@st.composite
+def experts(draw: st.DrawFn, family: str, layers: int) -> Mapping[str, Any]:
+    """The fields of an architecture about experts."""
+    config, small = dict[str, Any](), st.integers(1, 7)
+    if family in ("glm4_moe", "glm4_moe_lite", "dots1", "deepseek_v2", "deepseek_v3"):
+        config |= {"n_shared_experts": draw(st.integers(1, 3)), "first_k_dense_replace": draw(st.integers(0, 2))}
+        config |= {"intermediate_size": draw(small), "n_group": 1, "topk_group": 1}
+    if family == "ernie4_5_moe":
+        config |= {"n_shared_experts": draw(st.integers(1, 3)), "intermediate_size": draw(small)}
+        config |= {"moe_layer_start_index": draw(st.integers(0, 2)), "moe_layer_interval": draw(st.integers(1, 2))}
+    if family == "glm4_moe":
+        config |= {"use_qk_norm": draw(st.booleans())}
+    if family == "glm4_moe_lite":
+        config["first_k_dense_replace"] = first = min(config["first_k_dense_replace"], layers)
+        config["mlp_layer_types"] = ["dense"] * first + ["sparse"] * (layers - first)
+    if MODEL_TYPES[family].router != "chosen" or family in ("mixtral", "granitemoe", "gpt_oss"):
+        config |= {
+            "norm_topk_prob": family != "deepseek_v2",
+            "num_local_experts": draw(st.integers(2, 4)),
+            "num_experts_per_tok": 1,
+        }
+    return config
 
 
 @st.composite
@@ -59,27 +85,13 @@ def configs(draw: st.DrawFn) -> Mapping[str, Any]:
         config["rope_parameters"] = {"rope_type": "default", "llama_4_scaling_beta": 0.0}
     if family == "glm4":  # a half of each head, and pairs of it
         config["head_dim"] = 2 * head_dim
-    if family in ("gpt_neox", "glm4_moe"):
+    if family in ("gpt_neox", "glm4_moe", "nemotron"):
         config["partial_rotary_factor"] = 1.0
     if family.startswith("deepseek") or family == "glm4_moe_lite":
         config |= {"num_key_value_heads": heads, "q_lora_rank": draw(st.none() | small)}
         config |= {name: draw(small) for name in ("kv_lora_rank", "qk_nope_head_dim", "v_head_dim")}
         config |= {"qk_rope_head_dim": 2 * draw(st.integers(1, 3))}
-    if family in ("glm4_moe", "glm4_moe_lite", "dots1", "deepseek_v2", "deepseek_v3"):
-        config |= {"n_shared_experts": draw(st.integers(1, 3)), "first_k_dense_replace": draw(st.integers(0, 2))}
-        config |= {"intermediate_size": draw(small), "n_group": 1, "topk_group": 1}
-    if family == "glm4_moe":
-        config |= {"use_qk_norm": draw(st.booleans())}
-    if family == "glm4_moe_lite":
-        dense, layers = config["first_k_dense_replace"], config["num_hidden_layers"]
-        config["first_k_dense_replace"] = first = min(dense, layers)
-        config["mlp_layer_types"] = ["dense"] * first + ["sparse"] * (layers - first)
-    if MODEL_TYPES[family].router != "chosen" or family in ("mixtral", "gpt_oss"):
-        config |= {
-            "norm_topk_prob": family != "deepseek_v2",
-            "num_local_experts": draw(st.integers(2, 4)),
-            "num_experts_per_tok": 1,
-        }
+    config |= draw(experts(family, config["num_hidden_layers"]))
     flags = FLAGS.get(family, ("tie_word_embeddings",))
     return config | {flag: draw(st.booleans()) for flag in flags}
 

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from autoshard.engine.hf_names import HF_NAMES, HfNames
+from autoshard.engine.hf_names import HfNames
+from autoshard.engine.hf_tables import HF_NAMES
 from autoshard.errors import InputError
 from autoshard.modules.decoder.agreeing import FREQUENCIES, differing_frequencies, differing_numbers, twin_graph
 from autoshard.modules.decoder.calls import taped

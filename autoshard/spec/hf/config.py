@@ -4,19 +4,11 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 from autoshard.errors import InputError, inside
+from autoshard.spec.hf.fields import ACTIVATIONS, NAMED_FIELDS, UNMODELLED
 from autoshard.spec.hf.layers import has_no_experts, layers_that_differ
 from autoshard.spec.hf.reader import ConfigReader, fp8_block
 from autoshard.spec.hf.rotary import rotary_positions
-from autoshard.spec.hf.types import (
-    ACTIVATIONS,
-    MODEL_TYPES,
-    NAMED_FIELDS,
-    SAME_CODE,
-    SHARED_DEFAULTS,
-    UNMODELLED,
-    WITH_TEXT_CONFIG,
-    ModelType,
-)
+from autoshard.spec.hf.types import MODEL_TYPES, SAME_CODE, SHARED_DEFAULTS, WITH_TEXT_CONFIG, ModelType
 from autoshard.spec.model import ModelSpec, Router
 from autoshard.spec.model_parts import LatentAttention
 from autoshard.spec.record import decode, show_value
@@ -174,7 +166,7 @@ def _router(reader: ConfigReader, kind: ModelType) -> Router | None:
     """Read how a token's experts are chosen and weighted; None is the softmax of the chosen logits."""
     if kind.router == "chosen":
         return None
-    corrected = kind.router == "corrected"
+    corrected, by_softmax = "corrected" in kind.router, kind.router == "corrected softmax"
     method = _method(reader, kind)
     if kind.router == "groups":
         reader.only("norm_topk_prob", (False, None), f"{kind.architecture} does not normalise the weights of experts")
@@ -184,7 +176,7 @@ def _router(reader: ConfigReader, kind: ModelType) -> Router | None:
     always = "norm_topk_prob" not in reader.defaults
     router = reader.made(
         lambda: Router(
-            scores="sigmoid" if corrected else "softmax",
+            scores="sigmoid" if corrected and not by_softmax else "softmax",
             normalised=kind.router != "groups" and (always or reader.read(bool, "norm_topk_prob")),
             scale=reader.read(float, "routed_scaling_factor") if "routed_scaling_factor" in reader.defaults else 1.0,
             groups=groups if limited else 1,
@@ -198,7 +190,7 @@ def _router(reader: ConfigReader, kind: ModelType) -> Router | None:
 
 def _method(reader: ConfigReader, kind: ModelType) -> bool:
     """Say whether the experts of a token may lie in a few groups alone; refuse methods that are not those of a type."""
-    if kind.router == "softmax":
+    if kind.router in ("softmax", "corrected softmax"):
         return False
     corrected = kind.router == "corrected"
     scores = "sigmoid" if corrected else "softmax"

@@ -99,8 +99,11 @@ def _same_layers(window: int | None, num_layers: int) -> list[str]:
 
 
 def has_no_experts(reader: ConfigReader, kind: ModelType) -> bool:
-    """Say whether so many first layers have an MLP in the place of experts that none has experts."""
-    return _leading_dense(reader, kind) >= reader.whole("num_hidden_layers")
+    """Say whether so many layers have an MLP in the place of experts that none has experts."""
+    num_layers = reader.whole("num_hidden_layers")
+    if "moe_layer_interval" in kind.defaults and num_layers <= MAX_LAYERS:
+        return not _mixtures_between(reader, num_layers)
+    return _leading_dense(reader, kind) >= num_layers
 
 
 def _dense_layers(reader: ConfigReader, kind: ModelType, num_layers: int) -> list[bool]:
@@ -110,10 +113,21 @@ def _dense_layers(reader: ConfigReader, kind: ModelType, num_layers: int) -> lis
     if "first_k_dense_replace" in kind.defaults:
         first = _leading_dense(reader, kind)
         return [number < first for number in range(num_layers)]
+    if "moe_layer_interval" in kind.defaults:
+        mixtures = _mixtures_between(reader, num_layers)
+        return [number not in mixtures for number in range(num_layers)]
     if "mlp_only_layers" not in kind.defaults:
         return [False] * num_layers
     listed, step = reader.whole_numbers("mlp_only_layers"), reader.whole("decoder_sparse_step")
     return [number in listed or (number + 1) % step != 0 for number in range(num_layers)]
+
+
+def _mixtures_between(reader: ConfigReader, num_layers: int) -> Sequence[int]:
+    """Return which layers have experts: every so many from one layer to another."""
+    first, step = reader.whole("moe_layer_start_index", low=0), reader.whole("moe_layer_interval")
+    last = reader.whole("moe_layer_end_index", low=-1)
+    numbers = range(first, num_layers if last == -1 else min(last + 1, num_layers))
+    return [number for number in numbers if (number + 1) % step == 0]
 
 
 def _leading_dense(reader: ConfigReader, kind: ModelType) -> int:

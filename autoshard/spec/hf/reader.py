@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, cast
 
 from autoshard.errors import Fault, Faults, InputError, inside, nearest, require
-from autoshard.spec.hf.types import ALIASES, NAMED_FIELDS
+from autoshard.spec.hf.fields import ALIASES, NAMED_FIELDS
 from autoshard.spec.record import decode, show_value
 
 T = TypeVar("T")

@@ -1,4 +1,4 @@
-"""What autoshard knows of ``config.json``: a row for each ``model_type``, defaults, other names of fields.
+"""What autoshard knows of ``config.json``: a row for each ``model_type``, with the defaults of its fields.
 
 Defaults are those of the configuration classes of transformers 5.23; sizes have none. A field that no table here names
 is ignored, as transformers does. Ignored on purpose: initializer_range, token ids, use_cache, torch_dtype (the workload
@@ -9,14 +9,13 @@ does not state are 0, also for GPT-2, whose class has 0.1: few train with them t
 """
 
 from collections.abc import Mapping
-from dataclasses import Field, dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from autoshard.spec.model import Activation, ModelSpec
-
 # How the code of a mixture chooses experts: by logits, and the softmax of these (chosen); by a softmax of all
-# (softmax), that may be limited to the groups with the best expert (groups); or as DeepSeek-V3 (corrected).
-RouterCode = Literal["chosen", "softmax", "groups", "corrected"]
+# (softmax), that may be limited to the groups with the best expert (groups); as DeepSeek-V3 (corrected); or by that
+# softmax with a correction that is added for the choice (corrected softmax).
+RouterCode = Literal["chosen", "softmax", "groups", "corrected", "corrected softmax"]
 # Which layers attend to a window: of some and last layers those from max_window_layers on, if it is used or always.
 Window = Literal["none", "all layers", "all layers if used", "some layers", "last layers", "pattern", "by turns"]
 # Which layers turn no queries and keys: those of no_rope_layers, or those that attend to all tokens beside a window.
@@ -84,6 +83,10 @@ _DEEPSEEK = {
 _LONG_YARN = {
     "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
     "original_max_position_embeddings": 4096,
+}  # fmt: skip
+_GRANITE = {
+    "max_position_embeddings": 2048, "attention_bias": False, "attention_multiplier": 1.0, "embedding_multiplier": 1.0,
+    "residual_multiplier": 1.0, "logits_scaling": 1.0,
 }  # fmt: skip
 _ALL_BIASES = ("qkv_bias", "out_bias", "mlp_bias")
 _PLAIN_MLP = {"norm": "layer", "gated_mlp": False, "mlp_bias": True}
@@ -242,6 +245,15 @@ MODEL_TYPES: Mapping[str, ModelType] = {
         },
         window="pattern",
     ),
+    "olmoe": ModelType(
+        architecture="OlmoeForCausalLM",
+        fixed={"qk_norm": True, "qk_norm_over": "all heads"},
+        defaults={
+            "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "attention_bias": False, "num_experts_per_tok": 8,
+            "norm_topk_prob": False,
+        },
+        router="softmax",
+    ),
     "smollm3": ModelType(
         architecture="SmolLM3ForCausalLM",
         defaults={
@@ -277,6 +289,17 @@ MODEL_TYPES: Mapping[str, ModelType] = {
             "rope_theta": 500000.0, "tie_word_embeddings": True, "use_bias": False,
         },
         flags={**FLAGS, "use_bias": _ALL_BIASES},
+    ),
+    "ernie4_5_moe": ModelType(
+        architecture="Ernie4_5_MoeForCausalLM",
+        defaults={
+            "max_position_embeddings": 131072, "num_key_value_heads": 4, "rms_norm_eps": 1e-5, "rope_theta": 500000.0,
+            "tie_word_embeddings": True, "num_experts_per_tok": 6, "n_shared_experts": 2,
+            "moe_layer_start_index": 1, "moe_layer_end_index": -1, "moe_layer_interval": 1, "intermediate_size": 12288,
+        },
+        width="moe_intermediate_size",
+        router="corrected softmax",
+        flags={**FLAGS, "use_bias": _ALL_BIASES},  # with which its head has one, too
     ),
     "starcoder2": ModelType(
         architecture="Starcoder2ForCausalLM",
@@ -314,10 +337,11 @@ MODEL_TYPES: Mapping[str, ModelType] = {
     ),
     "granite": ModelType(
         architecture="GraniteForCausalLM",
-        defaults={
-            "max_position_embeddings": 2048, "attention_bias": False, "mlp_bias": False, "attention_multiplier": 1.0,
-            "embedding_multiplier": 1.0, "residual_multiplier": 1.0, "logits_scaling": 1.0,
-        },
+        defaults={**_GRANITE, "mlp_bias": False},
+    ),
+    "granitemoe": ModelType(
+        architecture="GraniteMoeForCausalLM",
+        defaults={**_GRANITE, "num_experts_per_tok": 2},
     ),
     "phi3": ModelType(
         architecture="Phi3ForCausalLM",
@@ -340,57 +364,3 @@ MODEL_TYPES: Mapping[str, ModelType] = {
 WITH_TEXT_CONFIG: Mapping[str, str] = {"gemma3": "gemma3_text", "mistral3": "mistral"}
 # Types whose code is that of another: config.json of moonshotai/Kimi-K2 names DeepseekV3ForCausalLM.
 SAME_CODE: Mapping[str, str] = {"kimi_k2": "deepseek_v3"}
-# Other names of fields in GPT-2, GPT-NeoX, Gemma and older Mixtral cards.
-ALIASES: Mapping[str, tuple[str, ...]] = {
-    "num_hidden_layers": ("n_layer",),
-    "hidden_size": ("n_embd",),
-    "num_attention_heads": ("n_head",),
-    "intermediate_size": ("n_inner",),
-    "max_position_embeddings": ("n_positions",),
-    "rms_norm_eps": ("layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps"),
-    "hidden_act": ("activation_function", "hidden_activation"),
-    "rope_theta": ("rotary_emb_base",),
-    "partial_rotary_factor": ("rotary_pct",),
-    "num_local_experts": ("num_experts", "n_routed_experts"),
-    "rope_type": ("type",),
-    "hidden_dropout": ("resid_pdrop", "embd_pdrop", "residual_dropout", "embedding_dropout"),
-    "attention_dropout": ("attn_pdrop",),
-}
-# Config fields that ModelSpec names itself, read as the type that they have there.
-NAMED_FIELDS: Mapping[str, Field[Any]] = {
-    field.metadata["config"]: field for field in fields(ModelSpec) if "config" in field.metadata
-}
-# transformers/activations.py: several names there compute the same function.
-ACTIVATIONS: Mapping[str, Activation] = {
-    "silu": "silu",
-    "swish": "silu",
-    "gelu": "gelu",
-    "gelu_python": "gelu",
-    "gelu_new": "gelu_tanh",
-    "gelu_fast": "gelu_tanh",
-    "gelu_accurate": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "gelu_python_tanh": "gelu_tanh",
-    "relu": "relu",
-    "relu2": "relu2",
-}
-# Fields of options that no model has until ModelSpec names them, with the values that switch them off. Some belong to
-# related models: transformers would ignore them, and compute another model than the one that was meant.
-_SWITCHED_OFF: Mapping[str, tuple[object, ...]] = {
-    **dict.fromkeys(("add_cross_attention", "is_encoder_decoder", "use_bidirectional_attention"), (False, None)),
-    "scale_attn_weights": (True, None),
-    "scale_attn_by_inverse_layer_idx": (False, None),
-    **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping", "clip_qkv"), (None,)),
-    "norm_topk_prob": (True, None),
-    "router_jitter_noise": (0, None),
-    **dict.fromkeys(("moe_frequency", "moe_layer_freq", "decoder_sparse_step", "routed_scaling_factor"), (1, None)),
-    "mlp_only_layers": ([], None),
-    **dict.fromkeys(("first_k_dense_replace", "n_shared_experts", "shared_expert_intermediate_size"), (0, None)),
-    **dict.fromkeys(("n_group", "topk_group"), (1, None)),
-    "scoring_func": ("softmax", None),
-    "topk_method": ("greedy", None),
-    "num_nextn_predict_layers": (0, None),
-    **dict.fromkeys(("q_lora_rank", "kv_lora_rank"), (None,)),
-    **dict.fromkeys(("swiglu_limit", "swiglu_alpha"), (None,)),
-}
-UNMODELLED = {name: off for name, off in _SWITCHED_OFF.items() if name not in NAMED_FIELDS}

@@ -8,14 +8,8 @@ from typing import Any
 
 from autoshard.errors import InputError
 from autoshard.spec.hf.config import spec_from_config
-from autoshard.spec.hf.types import (
-    ACTIVATIONS,
-    ALIASES,
-    MODEL_TYPES,
-    NAMED_FIELDS,
-    SHARED_DEFAULTS,
-    ModelType,
-)
+from autoshard.spec.hf.fields import ACTIVATIONS, ALIASES, NAMED_FIELDS
+from autoshard.spec.hf.types import MODEL_TYPES, SHARED_DEFAULTS, ModelType
 from autoshard.spec.model import ModelSpec, Router
 from autoshard.spec.model_parts import RotaryScaling
 
@@ -32,6 +26,10 @@ _SPELLED: Mapping[str, Mapping[str, str]] = {
     "starcoder2": {"rms_norm_eps": "norm_epsilon", "hidden_dropout": "residual_dropout"},
     "seed_oss": {"hidden_dropout": "residual_dropout"},
     "nemotron": {"rms_norm_eps": "norm_eps"},
+    "ernie4_5_moe": {
+        "num_local_experts": "moe_num_experts", "num_experts_per_tok": "moe_k",
+        "n_shared_experts": "moe_num_shared_experts",
+    },
     "jais2": {"rms_norm_eps": "layer_norm_eps"},
     "gpt_neox": {
         "rms_norm_eps": "layer_norm_eps", "rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"
@@ -62,7 +60,7 @@ def config_of(model: ModelSpec) -> Mapping[str, Any]:
 
 
 def _written(model: ModelSpec, name: str, kind: ModelType) -> Mapping[str, Any]:
-    dense = "first_k_dense_replace" in kind.defaults and not model.num_experts
+    dense = {"first_k_dense_replace", "moe_layer_interval"} & kind.defaults.keys() and not model.num_experts
     fields: dict[str, Any] = {
         "num_hidden_layers": model.num_layers,
         "hidden_size": model.hidden,
@@ -151,14 +149,31 @@ def _layers(model: ModelSpec, kind: ModelType) -> Mapping[str, Any]:
         fields["max_window_layers"] = 0 if window else model.num_layers
         if len({*windows}) > 1:
             fields["layer_types"] = _layer_types(windows)
-    if dense and {"mlp_only_layers", "first_k_dense_replace"} & kind.defaults.keys():
-        fields |= {"mlp_only_layers": dense, "intermediate_size": each_kind[model.layer_order[dense[0]]].ffn}
+    return {**fields, **_dense_layers(model, kind, dense)}
+
+
+def _dense_layers(model: ModelSpec, kind: ModelType, dense: Sequence[int]) -> Mapping[str, Any]:
+    """Write which layers have an MLP in the place of experts."""
+    fields: dict[str, Any] = {}
+    if dense and {"mlp_only_layers", "first_k_dense_replace", "moe_layer_interval"} & kind.defaults.keys():
+        fields["intermediate_size"] = model.of_kind(model.layer_order[dense[0]]).ffn
+    if dense and "mlp_only_layers" in kind.defaults:
+        fields["mlp_only_layers"] = dense
+    if "moe_layer_interval" in kind.defaults:
+        fields |= _mixtures([number for number in range(model.num_layers) if number not in dense and model.num_experts])
     if "first_k_dense_replace" in kind.defaults:
-        fields.pop("mlp_only_layers", None)
         first = fields["first_k_dense_replace"] = len(dense) if model.num_experts else model.num_layers
         if "mlp_layer_types" in kind.defaults:
             fields["mlp_layer_types"] = ["dense"] * first + ["sparse"] * (model.num_layers - first)
     return fields
+
+
+def _mixtures(layers: Sequence[int]) -> Mapping[str, int]:
+    """Write which layers have experts: every so many from the first to the last."""
+    if not layers:
+        return {"moe_layer_start_index": 1, "moe_layer_end_index": 0}
+    step = layers[1] - layers[0] if len(layers) > 1 else layers[0] + 1
+    return {"moe_layer_start_index": layers[0], "moe_layer_end_index": layers[-1], "moe_layer_interval": step}
 
 
 def _unrotated(model: ModelSpec, kind: ModelType) -> Mapping[str, Any]:

@@ -48,9 +48,16 @@ SMALLEST: dict[str, dict[str, Any]] = {
     "ministral3": SIZES
     | {"num_attention_heads": 8, "rope_parameters": {"rope_type": "default", "llama_4_scaling_beta": 0.0}},
     "granite": SIZES,
-    "nemotron": SIZES | {"num_key_value_heads": 4},  # its code needs the number
+    "nemotron": SIZES,
     "arcee": SIZES,
     "jais2": SIZES,
+    "olmoe": SIZES | {"num_experts": 8},
+    "granitemoe": SIZES | {"num_local_experts": 8},
+    "ernie4_5_moe": {
+        **{key: size for key, size in SIZES.items() if key != "intermediate_size"},
+        "moe_intermediate_size": 176,
+        "moe_num_experts": 8,
+    },
     "glm4": SIZES,
     "ernie4_5": SIZES,
     "starcoder2": SIZES,

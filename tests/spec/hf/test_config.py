@@ -13,7 +13,8 @@ import autoshard
 from autoshard.errors import InputError
 from autoshard.spec.hf import types as hf_types
 from autoshard.spec.hf.config import spec_from_config
-from autoshard.spec.hf.types import ALIASES, MODEL_TYPES, UNMODELLED
+from autoshard.spec.hf.fields import ALIASES, UNMODELLED
+from autoshard.spec.hf.types import MODEL_TYPES
 from autoshard.spec.hf.writing import config_of
 from autoshard.spec.model import LayerKind, Router
 from autoshard.spec.model_parts import LatentAttention, RotaryScaling

@@ -10,7 +10,8 @@ from autoshard.errors import InputError
 from autoshard.graph.decoder import decoder_graph
 from autoshard.graph.kinds.dropout import Drop
 from autoshard.spec.hf.config import spec_from_config
-from autoshard.spec.hf.types import ACTIVATIONS, ALIASES, MODEL_TYPES
+from autoshard.spec.hf.fields import ACTIVATIONS, ALIASES
+from autoshard.spec.hf.types import MODEL_TYPES
 from autoshard.spec.hf.writing import config_of
 from autoshard.spec.kernels import load_kernels
 from autoshard.spec.workload import Precision, Workload
@@ -36,7 +37,7 @@ def test_the_defaults_are_those_of_transformers(family: str):
     assert spec.norm_eps == stated("rms_norm_eps")
     assert spec.activation == ACTIVATIONS[stated("hidden_act")]
     assert spec.tied_embeddings == settings.tie_word_embeddings
-    assert spec.num_kv_heads == stated("num_key_value_heads", spec.num_heads)
+    assert spec.num_kv_heads == (stated("num_key_value_heads") or spec.num_heads)
     assert spec.parallel_residual == stated("use_parallel_residual", False)
     all_dense = not spec.num_experts  # as those of V3 with few layers, whatever the class says of experts
     assert spec.experts_per_token == (0 if all_dense else stated("num_experts_per_tok", 0))
@@ -152,7 +153,7 @@ def test_mlps_of_squared_relus_have_no_gate(family: str, norm: str, offset: floa
     assert (model.activation, model.gated_mlp, model.norm, model.norm_offset) == ("relu2", False, norm, offset)
     assert (model.qkv_bias, model.out_bias, model.mlp_bias) == (bias, bias, bias)
     assert model.norm_eps == (1e-3 if family == "nemotron" else 1e-5) and read(family, hidden_act="gelu") != model
-    assert config_of(model)["model_type"] == family
+    assert spec_from_config(config_of(model), name="m", source="test") == model
 
 
 # ---------------------------------------------------------------------------------- ERNIE, GLM-4 and StarCoder2
