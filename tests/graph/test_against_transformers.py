@@ -88,24 +88,25 @@ def theirs(config: Mapping[str, Any], tokens: Array, added: Callable[[Any], Any]
         options = {"attn_implementation": "eager", "experts_implementation": "eager", "dtype": torch.float64}
         hf_config = transformers.AutoConfig.for_model(config["model_type"], **fields)
         module = transformers.AutoModelForCausalLM.from_config(hf_config, **options)
-        parameters = dict(module.named_parameters())
+        parameters = {name: one for name, one in module.named_parameters() if one.requires_grad}
         generator = torch.Generator().manual_seed(5)
         for parameter in parameters.values():
             assert parameter.dtype == torch.float64
             parameter.data.normal_(0, 0.4, generator=generator)
-        corrections = {name: one for name, one in module.named_buffers() if name.endswith(CORRECTION)}
+        untrained = {**dict(module.named_parameters()), **dict(module.named_buffers())}  # corrections among them
+        corrections = {name: one for name, one in untrained.items() if name.endswith(CORRECTION)}
         for correction in corrections.values():  # as different as scores are, so that it decides choices
-            correction.normal_(0, 0.4, generator=generator)
+            correction.data.normal_(0, 0.4, generator=generator)
         old = {name: tensor.detach().clone() for name, tensor in {**parameters, **corrections}.items()}
-        excess = {name: watched(module, name) for name in corrections}
+        excess = {name: watched(module, name, one.numel()) for name, one in corrections.items()}
         batch = torch.tensor(tokens)
         outputs = module(input_ids=batch, labels=batch, use_cache=False)
         loss = outputs.loss + (added(outputs) if added else 0)
         loss.backward()
     gradients = {name: parameter.grad.clone() for name, parameter in parameters.items()}
     for name, counts in excess.items():
-        gradients[name] = torch.stack(counts).sum(0).double()
-        corrections[name].sub_(SPEED * gradients[name].sign())
+        gradients[name] = torch.stack(counts).sum(0).double().reshape(corrections[name].shape)
+        corrections[name].data.sub_(SPEED * gradients[name].sign())
     norm = torch.nn.utils.clip_grad_norm_(parameters.values(), 1.0)
     kind = AdamW()
     betas = (kind.beta1, kind.beta2)
@@ -122,10 +123,10 @@ def theirs(config: Mapping[str, Any], tokens: Array, added: Callable[[Any], Any]
     return Theirs(float(loss.detach()), float(norm), *arrays)
 
 
-def watched(module: Any, correction: str) -> list[Any]:
+def watched(module: Any, correction: str, num_experts: int) -> list[Any]:
     """Return a list to which the router with this correction adds by how much each expert is chosen too often."""
     counts: list[Any] = []
-    owner, num_experts = module.get_submodule(correction.rpartition(".")[0]), len(module.get_buffer(correction))
+    owner = module.get_submodule(correction.rpartition(".")[0].removesuffix(".moe_statics"))  # of ERNIE's router
     router = getattr(owner, "gate", owner)  # MiniMax-M2 keeps corrections beside its router
     router.register_forward_hook(lambda _, __, made: counts.append(excess_of(made[2], num_experts)))
     return counts

@@ -57,6 +57,8 @@ PARAMETERS = {
     "ernie4.5-0.3b": 360_748_032,
     "devstral2-123b": 125_025_988_608,
     "granite3.3-8b": 8_170_864_640,
+    "olmoe-1b-7b": 6_919_161_856,
+    "ernie4.5-21b-a3b": 21_825_436_160,  # transformers counts the corrections of choices, too
     "nemotron4-15b": 15_628_775_424,
     "nemotron4-340b": 341_029_195_776,
     "smollm3-3b": 3_075_098_624,

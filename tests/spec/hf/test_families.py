@@ -14,6 +14,7 @@ from autoshard.spec.hf.fields import ACTIVATIONS, ALIASES
 from autoshard.spec.hf.types import MODEL_TYPES
 from autoshard.spec.hf.writing import config_of
 from autoshard.spec.kernels import load_kernels
+from autoshard.spec.model import Router
 from autoshard.spec.workload import Precision, Workload
 from tests.spec.hf.smallest import SMALLEST, faults, read, refused
 
@@ -154,6 +155,33 @@ def test_mlps_of_squared_relus_have_no_gate(family: str, norm: str, offset: floa
     assert (model.qkv_bias, model.out_bias, model.mlp_bias) == (bias, bias, bias)
     assert model.norm_eps == (1e-3 if family == "nemotron" else 1e-5) and read(family, hidden_act="gelu") != model
     assert spec_from_config(config_of(model), name="m", source="test") == model
+
+
+# -------------------------------------------------------------------------- OLMoE, Granite-MoE and ERNIE's mixtures
+
+
+def test_mixtures_of_ernie_have_experts_in_every_so_many_layers():
+    def order(**fields: int) -> str:
+        return read("ernie4_5_moe", num_hidden_layers=6, **fields).order
+
+    model = read("ernie4_5_moe", moe_k=3, moe_num_shared_experts=1)
+    assert model.router == Router(scores="softmax", correction=True) and model.shared_ffn == model.ffn == 176
+    assert (model.experts_per_token, model.of_kind("dense").ffn) == (3, 12288)
+    assert order() == "dense/layer*5" and order(moe_layer_start_index=0) == ""
+    assert order(moe_layer_interval=2) == "dense/layer/dense/layer/dense/layer"
+    assert order(moe_layer_start_index=2, moe_layer_end_index=3) == "dense*2/layer*2/dense*2"
+    assert not read("ernie4_5_moe", moe_layer_start_index=5).num_experts
+    assert refused("ernie4_5_moe", use_bias=True) == ["use_bias"]
+    for fields in ({}, {"moe_layer_interval": 2}, {"moe_layer_start_index": 5}):
+        spec = read("ernie4_5_moe", num_hidden_layers=5, **fields)
+        assert spec_from_config(config_of(spec), name="m", source="test") == spec
+
+
+def test_olmoe_weighs_experts_by_the_softmax_of_all_and_norms_all_heads_together():
+    model = read("olmoe", norm_topk_prob=False)
+    assert model.router == Router(normalised=False) and model.qk_norm_over == "all heads"
+    assert read("granitemoe", residual_multiplier=0.22).residual_scale == 0.22
+    assert read("granitemoe").router is None and refused("olmoe", clip_qkv=8.0) == ["clip_qkv"]
 
 
 # ---------------------------------------------------------------------------------- ERNIE, GLM-4 and StarCoder2
