@@ -263,7 +263,7 @@ def test_an_architecture_is_completed_or_that_of_a_card():
             {"precision": "NVFP4 + BF16"},
             "precision: cannot read 'NVFP4 + BF16'. No cluster here states the rate of FP4",
         ),
-        ({"chips": 9}, "chips: 9 chips on 1 nodes; a node of h100-80 has 8"),
+        ({"chips": 9}, "chips: 9 chips on 1 node; a node of h100-80 has 8"),
         ({"lnc": 2}, "lnc: h100-80 has no logical NeuronCore configuration."),
         ({"arch": None}, "arch: its architecture is not known"),
         ({"arch": {**ARCH, "mamba": True}}, "arch: its architecture has mamba, which autoshard does not model"),

@@ -91,5 +91,5 @@ def test_a_file_beside_rows_of_other_clusters_changes_nothing(rows: Path) -> Non
 
 def test_more_chips_than_the_node_has_are_refused(rows: Path) -> None:
     row: MeasuredRow = next(iter(measured_rows(rows).rows.values()))
-    with pytest.raises(InputError, match="3 chips on 1 nodes; a node of toaster-24 has 2"):
+    with pytest.raises(InputError, match="3 chips on 1 node; a node of toaster-24 has 2"):
         run_of(replace(row, chips=3, candidate=None, dp=3), load_node_type(str(rows.parent / "own.json")))

@@ -330,8 +330,9 @@ def why_none(request: Request, result: SearchResult) -> str:
         basis = ["  counted below are layouts whose dp divides the sequences of a step:"] if uneven else []
         return "\n".join([head, *binding, *basis, *_refusal_lines(certificate.refusals)])
     count = certificate.num_legal
-    fits = f"none of the {count:,} legal layouts of {question} fits in memory"
-    head = f"no plan: {f'the only legal layout of {question} does not fit in memory' if count == 1 else fits}"
+    head = f"no plan: none of the {count:,} legal layouts of {question} fits in memory"
+    if count == 1:
+        head = f"no plan: the only legal layout of {question} does not fit in memory"
     return "\n".join([head, *smallest_lines(result.nearest_miss)])
 
 

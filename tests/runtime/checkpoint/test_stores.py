@@ -96,10 +96,11 @@ def test_no_step_waits_for_a_store_that_is_away(
 
 def test_a_store_that_gives_no_leave_to_send_fails_a_save(s3: S3, monkeypatch: pytest.MonkeyPatch) -> None:
     """The client of S3 waits for that without any limit of its own."""
-    monkeypatch.setattr(storage, "ANSWER_S", 0.5)
     place = Storage.of(f"s3://{BUCKET}/silent")
-    with pytest.raises(StorageError, match="silent/late: the store did not answer for"), s3.away():
-        place.write("late", b"numbers")
+    with monkeypatch.context() as patch, s3.away():
+        patch.setattr(storage, "ANSWER_S", 0.5)
+        with pytest.raises(StorageError, match="silent/late: the store did not answer for"):
+            place.write("late", b"numbers")
     place.write("soon", b"numbers")
     assert place.read("soon") == b"numbers"
 
