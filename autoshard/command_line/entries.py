@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from autoshard.command_line.options import Option
+from autoshard.command_line.suggesting import key_suggestion
 from autoshard.errors import Fault, Faults, InputError, nearest
 from autoshard.spec.file_kinds import RECIPE_FILE, refuse_other_kinds
 from autoshard.spec.files import read_data
@@ -41,7 +42,8 @@ def entries_of(where: str, path: str, options: Mapping[str, Option], faults: lis
             elsewhere[name] = value
         else:
             names = _keys(options, f"{section}.") if section else [*_keys(options, ""), *RECIPE_KEYS]
-            message = f"unknown key. {nearest(key, list(dict.fromkeys(names)))}"
+            keys = list(dict.fromkeys(names))
+            message = f"unknown key. {nearest(key, keys) if section else key_suggestion(key, keys)}"
             faults.append(Fault(where=f"{where}: {name}", message=message))
     of_training = Faults()
     with of_training.of():

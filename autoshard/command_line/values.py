@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 from jsonargparse import ArgumentError, ArgumentParser
 
@@ -84,8 +84,23 @@ def _mismatch(option: Option, raw: object) -> str:
         values = "numbers" if option.kind == Mapping[str, float] else "text in quotes"
         return f"must map names to {values}, one `name: value` per line"
     if isinstance(raw, dict | list | bool) and option.kind is not bool:
-        return "expected a single value"
+        joined = _joined(raw) if option.kind is Pins else ""
+        return f"expected a single value. Write {joined}" if joined else "expected a single value"
     if option.words and option.kind not in EXPECTED:
         number = " A whole number is fine too." if int in get_args(option.kind) else ""
         return f"{str(raw)!r} is not one of them. {nearest(str(raw), option.words)}{number}"
     return f"expected {EXPECTED.get(option.kind, ('', 'text'))[1]}, found {str(raw)!r}"
+
+
+def _joined(values: object) -> str:
+    """Return a list or a mapping of plain values as the text that pins are; nothing for any other.
+
+    >>> _joined({"tp": 8, "pp": 2}), _joined(["tp=8", "pp=2"]), _joined([["tp=8"]])
+    ('tp=8,pp=2', 'tp=8,pp=2', '')
+    """
+    parts = list(cast(Mapping[Any, Any], values).items()) if isinstance(values, dict) else []
+    texts = [f"{name}={value}" for name, value in parts if isinstance(value, str | int | float)]
+    if isinstance(values, list):
+        parts = cast(list[Any], values)
+        texts = [str(value) for value in parts if isinstance(value, str | int | float)]
+    return ",".join(texts) if len(texts) == len(parts) else ""

@@ -16,6 +16,8 @@ IN_AN_EMPTY_FOLDER = {
     "plan llama3-8b --spot": "Type --price, your dollars of a node hour.",
     "plan llama3-8b --yes": "Type --force.",
     "plan llama3-8b --tokens 15T --budget 2M": "$3,708,458 on 8 nodes, the cheapest number that was tried.",
+    "run tiny-text --epochs 3": "Type --steps N, which take N times --global-batch sequences.",
+    "plan --model-name llama3-8b": "--model-name: unknown option. Type --model.",
     "plan llama3-8b --zork": "--zork: unknown option. See autoshard plan --help",
     "plan llama3-8b --fix TP=8": "unknown key 'TP'. Did you mean tp?",
     "plan llama3-8b --out new/": "--out new: is a folder. Name a file in it",
@@ -37,6 +39,15 @@ IN_AN_EMPTY_FOLDER = {
     "tokenize gone.txt --tokenizer bytes --out data": "gone.txt: there is no such file or folder",
     "convert meta-llama/Llama-3-8B out": "type: hf download meta-llama/Llama-3-8B --local-dir Llama-3-8B",
 }  # fmt: skip
+FOREIGN_ENTRIES = {
+    "fix: {tp: 8, pp: 2}": "q.yaml: fix: expected a single value. Write tp=8,pp=2",
+    "micro_batch_size: 8": "q.yaml: micro_batch_size: unknown key. Write fix: mbs=N",
+    "tp: 8": "q.yaml: tp: unknown key. Write fix: tp=N",
+    "gpus: 8": "q.yaml: gpus: unknown key. Write nodes: N, whole machines of cluster",
+    "batch_size: 8": "q.yaml: batch_size: unknown key. Write global_batch.",
+    "epochs: 3": "q.yaml: epochs: unknown key. Write steps: N",
+    "model_name: tiny-llama": "q.yaml: model_name: unknown key. Write model.",
+}
 BESIDE_A_PLAN = {
     "explain plam.json": "plam.json: there is no such file. Did you mean plan.json?",
     "report --out report.pdf": "--out report.pdf: is drawn as HTML. Name a .html file: report.html",
@@ -56,6 +67,14 @@ def test_a_line_that_cannot_work_says_what_to_type(line: str, typed: Typed) -> N
     assert code in (1, 2) and not out
     assert IN_AN_EMPTY_FOLDER[line] in complaint and len(complaint.splitlines()) <= 2
     assert not list(Path().iterdir())
+
+
+def test_an_entry_of_a_file_that_cannot_work_says_what_to_write(typed: Typed) -> None:
+    for entry, says in FOREIGN_ENTRIES.items():
+        Path("q.yaml").write_text(f"model: tiny-llama\ncluster: local\n{entry}\n", encoding="utf-8")
+        code, out, complaint = typed("plan --config q.yaml")
+        assert code == 2 and not out and says in complaint, complaint
+    assert [path.name for path in Path().iterdir()] == ["q.yaml"]
 
 
 def test_a_line_beside_a_plan_says_what_to_type(typed: Typed) -> None:
