@@ -50,7 +50,9 @@ class Precision:
         name, *changes = (part.strip() for part in text.split(","))
         precisions = dict[str, Precision](PRECISIONS.items())
         if name not in precisions:
-            raise InputError.of("precision", f"{name!r} is not a precision. {nearest(name, list(precisions))}")
+            in_fp8 = " Products in FP8 are bf16,products=fp8." if name.lower().startswith("fp8") else ""
+            reason = f"{name!r} is not a precision. {nearest(name, list(precisions))}{in_fp8}"
+            raise InputError.of("precision", reason)
         pairs = (change.partition("=") for change in changes)
         formats = {part: None if dtype == "none" else dtype for part, _, dtype in pairs}
         with inside("precision"):

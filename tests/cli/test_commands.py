@@ -98,7 +98,7 @@ WRONG = [
     ("plan --model mixtral-8x7b --expert-imbalance -1", ["--expert-imbalance: must be at least 0"]),
     (f"{TRN1} --expert-imbalance 0", ["--expert-imbalance: llama3-8b has no experts"]),
     (f"{LOCAL} --seq-len= --top 0", ["--seq-len: must not be empty"]),
-    (f"{LOCAL} --precision fp8", ["--precision: 'fp8' is not a precision. Known: bf16, bf16-sr, fp16, fp32"]),
+    (f"{LOCAL} --precision fp8", ["Known: bf16, bf16-sr, fp16, fp32. Products in FP8 are bf16,products=fp8."]),
     (f"{LOCAL} --out no/such/plan.json", ["--out no/such/plan.json: there is no folder no/such. Make it first"]),
     (f"{LOCAL} --fix tp=2 --fix=pp=2", ["--fix: is typed 2 times. Join its values by commas"]),
     (f"{LOCAL} --nodes 1 --nodes 2 --top 1 --top 1 --json --json", ["--nodes: is typed", "--top: is typed 2 times. K"]),
