@@ -2,6 +2,7 @@
 
 import functools
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -15,6 +16,7 @@ from autoshard.spec.record import show_value
 
 # The key of a card for its description and the source of its numbers; all other keys are plain Hugging Face.
 HEADER = "autoshard"
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)  # of a user or an organisation
 _MAX_CONFIG_BYTES = 16 * 2**20
 _CITATIONS = ("https://", "arXiv:", "Designed for this project")
 
@@ -45,6 +47,13 @@ def load_model(name_or_path: str | Path) -> ModelSpec:
         hint = f"{nearest(text, names, 'models')} Or give the path of a config.json."
         raise InputError.of("model", f"{text!r} is not a known model. {hint}")
     path = Path(name_or_path)
+    on_hub = isinstance(name_or_path, str) and _HUB_NAME.fullmatch(text) is not None and path.suffix != ".json"
+    if on_hub and not os.path.lexists(text):
+        download = f"hf download {text} config.json --local-dir {path.name}"
+        reason = (
+            f"no card has this name on the hub, and there is no such folder. Type: {download}, and name that folder"
+        )
+        raise InputError.of(text, reason)
     with file_faults(text, "opened"):
         path = path / "config.json" if path.is_dir() else path
         name = path.stem if path.name != "config.json" else path.resolve().parent.name

@@ -17,6 +17,7 @@ IN_AN_EMPTY_FOLDER = {
     "plan llama3-8b --yes": "Type --force.",
     "plan llama3-8b --tokens 15T --budget 2M": "$3,708,458 on 8 nodes, the cheapest number that was tried.",
     "run tiny-text --epochs 3": "Type --steps N, which take N times --global-batch sequences.",
+    "plan someone/Model-7B-v0.1": "Type: hf download someone/Model-7B-v0.1 config.json --local-dir Model-7B-v0.1",
     "plan --model-name llama3-8b": "--model-name: unknown option. Type --model.",
     "plan llama3-8b --zork": "--zork: unknown option. See autoshard plan --help",
     "plan llama3-8b --fix TP=8": "unknown key 'TP'. Did you mean tp?",
