@@ -28,7 +28,7 @@ from autoshard.command_line.options import (
 from autoshard.command_line.parsing import COMMON, WORD, dest_of, names_options, parser_of
 from autoshard.command_line.suggesting import suggestion
 from autoshard.command_line.values import MISSING, pairs_of, value_of
-from autoshard.errors import Fault, InputError, inside
+from autoshard.errors import Fault, InputError, inside, nearest
 from autoshard.spec.files import named_file, shipped_files
 from autoshard.spec.model_catalogue import model_names
 from autoshard.spec.recipe import RECIPES, Pins
@@ -157,6 +157,7 @@ def _option_files(options: Mapping[str, Option], line: dict[str, Any]) -> Iterat
     """
     for key, option in options.items():
         if option.kind is PlanOrRecipe and line[key] is not None:
+            _refuse_model(line[key])
             line[key] = str(named_file(Path(line[key]), RECIPES))
             if is_recipe(line[key]):
                 yield line[key], line[key]
@@ -170,6 +171,14 @@ def _option_files(options: Mapping[str, Option], line: dict[str, Any]) -> Iterat
     if names_options(options) and line["config"]:
         with inside("--config"):
             yield f"--config {line['config']}", str(named_file(Path(line["config"]), RECIPES))
+
+
+def _refuse_model(typed: str) -> None:
+    """Refuse the name of a model in the place of a plan or a recipe."""
+    recipes = shipped_files(RECIPES)
+    if typed in model_names() and typed not in recipes and not Path(typed).exists():
+        first = f"is a model, not a plan or a recipe. To plan it, type: autoshard plan {typed}"
+        raise InputError.of(typed, f"{first}. Or name a recipe. {nearest(typed, list(recipes), 'recipes')}")
 
 
 def _arguments(
