@@ -16,7 +16,7 @@ IN_AN_EMPTY_FOLDER = {
     "plan llama3-8b --spot": "Type --price, your dollars of a node hour.",
     "plan llama3-8b --yes": "Type --force.",
     "plan llama3-8b --tokens 15T --budget 2M": "$3,708,458 on 8 nodes, the cheapest number that was tried.",
-    "run llama3-8b": "is a model, not a plan or a recipe. To plan it, type: autoshard plan llama3-8b. Or name a recipe. Did",
+    "run llama3-8b": "is a model, not a plan or a recipe. To plan it, type: autoshard plan llama3-8b. Or",
     "launch tiny-olmo2 --scheduler slurm": "To plan it, type: autoshard plan tiny-olmo2",
     "run tiny-text --epochs 3": "Type --steps N, which take N times --global-batch sequences.",
     "plan someone/Model-7B-v0.1": "Type: hf download someone/Model-7B-v0.1 config.json --local-dir Model-7B-v0.1",

@@ -29,6 +29,11 @@ class LateSource:
 
 
 if __name__ == "__main__":
-    _source_of = train.source_of
-    train.source_of = lambda *given: LateSource(_source_of(*given))  # type: ignore[assignment]
+    _opened_data = train.opened_data
+
+    def opened_late(*given: Any) -> Any:
+        source, *rest = _opened_data(*given)
+        return LateSource(source), *rest
+
+    train.opened_data = opened_late
     sys.exit(main())
