@@ -156,7 +156,8 @@ def test_training_waits_for_the_compile_job_and_ends_with_it(compiles: bool, slu
 
 def test_nodes_that_are_left_are_counted(slurm: Slurm, tmp_path: Path) -> None:
     text = files_of(job_of(plan_of(FIRST), "slurm plain", replans=True)).texts["train.sbatch"]
-    function = text[text.index("replanned() {") : text.index("\n}\n") + 3]
+    start = text.index("replanned() {")
+    function = text[start : text.index("\n}\n", start) + 3]
     told = 'sleep() { :; }; autoshard() { echo "$@"; return 1; };'
     partition = slurm.call("sinfo", "--noheader", "--format=%R").strip()
     env = {"SLURM_JOB_NODELIST": "localhost", "SLURM_JOB_PARTITION": partition}

@@ -16,7 +16,7 @@ import pytest
 import torch.distributed as dist
 
 from autoshard.errors import RunFailed, Stopped
-from autoshard.runtime import forked, train as loop, watchdog
+from autoshard.runtime import forked, resume, train as loop, watchdog
 from autoshard.runtime.checkpoint import loading, saver
 from autoshard.runtime.checkpoint.shelf import Shelf
 from autoshard.runtime.checkpoint.storage import Storage
@@ -211,7 +211,7 @@ def test_data_that_one_rank_cannot_read_ends_the_run_after_a_save(
     curve: dict[int, float], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(loop, "source_of", lambda *given: Unreadable(source_of(*given), first=12))
+        patch.setattr(resume, "source_of", lambda *given: Unreadable(source_of(*given), first=12))
         start, error = one_start(tmp_path, every_steps=None)
     assert isinstance(error, RunFailed) and start.saved_steps == [3]
     assert str(error) == "web.bin: cannot be read: Input/output error; the state of step 3 is saved"

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from autoshard.errors import RunFailed, Stopped
 from autoshard.run.activity import RankActivity, activity_folder, read_status
-from autoshard.runtime import forked, train as loop, watchdog
+from autoshard.runtime import forked, resume, train as loop, watchdog
 from autoshard.runtime.checkpoint.shelf import newest
 from autoshard.runtime.checkpoint.storage import Storage
 from autoshard.runtime.data.batches import Samples
@@ -51,7 +51,7 @@ def with_slow_data(patch: pytest.MonkeyPatch, rank: int, sleeps_s: float, step: 
     """Let the data of a step come late on a rank."""
     plan = plan_of(TWO)
     at_sample = (step - 1) * plan.workload.global_batch
-    patch.setattr(loop, "source_of", lambda *args: SlowSource(source_of(*args), rank, at_sample, sleeps_s))
+    patch.setattr(resume, "source_of", lambda *args: SlowSource(source_of(*args), rank, at_sample, sleeps_s))
 
 
 def steps_of(folder: Path) -> int:
