@@ -159,7 +159,7 @@ def test_nodes_that_are_left_are_counted(slurm: Slurm, tmp_path: Path) -> None:
     start = text.index("replanned() {")
     function = text[start : text.index("\n}\n", start) + 3]
     told = 'sleep() { :; }; autoshard() { echo "$@"; return 1; };'
-    partition = slurm.call("sinfo", "--noheader", "--format=%R").strip()
+    partition = slurm.call("sinfo", "--noheader", "--format=%R", "--partition=all").strip()
     env = {"SLURM_JOB_NODELIST": "localhost", "SLURM_JOB_PARTITION": partition}
     done = subprocess.run(
         ["bash", "-c", f"{told}\n{function}\nreplanned"],
