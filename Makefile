@@ -28,7 +28,7 @@ test: $(VENV)/.dev  ## the tests that need no accelerator, but the slow ones: fi
 	$(PYTEST) -m "$(NO_ACCELERATOR) and not slow"
 
 test-all: $(VENV)/.dev  ## what `make test` leaves out, the slow tests: 20 to 45 minutes on two cores
-	$(PYTEST) -m "$(NO_ACCELERATOR) and slow and not thorough" --hypothesis-profile more
+	$(PYTEST) -m "$(NO_ACCELERATOR) and slow and not thorough" --hypothesis-profile more $(if $(MINUTES),--minutes $(MINUTES))
 
 thorough: $(VENV)/.dev  ## every property with 200 examples, and all parameters of all tests: hours
 	$(PYTEST) -m "$(NO_ACCELERATOR) and (hypothesis or thorough)" --hypothesis-profile thorough -o faulthandler_timeout=7200

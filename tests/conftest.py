@@ -1,6 +1,7 @@
 """What every test may rely on: hypothesis profiles, golden files, and the same surroundings wherever it is started."""
 
 import gc
+import math
 import os
 import shlex
 import signal
@@ -43,10 +44,12 @@ SCHEDULERS = ("SLURM_", "SBATCH_", "TORCHELASTIC_", "WANDB_")
 # A shell lets what it puts into the background ignore the first, nohup the second; children inherit that.
 SIGNALS = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 UMASK = 0o022
+BEGUN_S = pytest.StashKey[float]()  # of a clock
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """Let ``local`` be a machine of 16 GiB, whatever this one has: 4 GiB for each of its 4 ranks."""
+    config.stash[BEGUN_S] = time.monotonic()
     cluster_catalogue.machine_memory_bytes = lambda: 16 * 2**30
     heed_signals()
     forget_surroundings()
@@ -113,6 +116,17 @@ def pytest_collection_finish() -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="rewrite the files of tests/golden")
+    parser.addoption(
+        "--minutes", type=float, default=math.inf, metavar="N", help="skip tests that would begin after N minutes"
+    )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip a test that would begin too late: CI ends what takes longer, and then nothing is known of any test."""
+    minutes: float = item.config.getoption("--minutes")
+    if time.monotonic() - item.config.stash[BEGUN_S] > 60 * minutes:
+        pytest.skip(f"{minutes:g} minutes have passed, in which a machine of the usual speed runs all tests")
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""The promises of tests/conftest.py: golden files are demanded, and tests are the same wherever they are started."""
+"""The promises of tests/conftest.py: golden files are demanded, tests are alike wherever they are started, and end."""
 
 import os
 import subprocess
@@ -36,6 +36,16 @@ def test_tests_are_the_same_in_the_background_of_a_script_and_in_a_job(tmp_path:
     env = {**os.environ, **more, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(["bash", "-c", ignored], cwd=tmp_path, env=env, check=False)
     assert done.returncode == 0, (tmp_path / "said").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(("minutes", "says"), [("0", "1 skipped"), ("5", "1 passed")])
+def test_what_begins_too_late_is_skipped_and_counted(minutes: str, says: str, tmp_path: Path) -> None:
+    (tmp_path / "test_late.py").write_text("def test_late(): pass\n", encoding="utf-8")
+    (tmp_path / "conftest.py").write_text("from tests.conftest import *\n", encoding="utf-8")
+    words = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "test_late.py", "--minutes", minutes]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True, check=True)
+    assert says in done.stdout
 
 
 @pytest.mark.parametrize("name", ["plan/schema-1.json", "plan/none.json"])

@@ -20,7 +20,7 @@ from autoshard.spec.workload import Precision
 from tests.kit import local_plan
 
 ROOT = Path(__file__).parents[2]
-PATIENCE_S = 300.0  # far beyond what anything here takes, a disk that others write to included; then a test has failed
+PATIENCE_S = 600.0  # far beyond what anything here takes, a disk that others write to included; then a test has failed
 LONGEST = 8000  # characters of an output in the message of a test that fails
 OUTSIDE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 

@@ -136,7 +136,7 @@ def test_the_command_line_goes_on_after_a_kill_at_a_change_of_a_file(run: Path) 
 
 @pytest.mark.slow
 def test_ranks_whose_torchrun_was_killed_save_their_step_and_leave_the_folder(tmp_path: Path) -> None:
-    run, steps = starts.tiny_run(tmp_path / "0", "tp2", "torchrun", "--steps", "40"), 40
+    run, steps = starts.tiny_run(tmp_path / "0", "tp2", "torchrun", "--steps", "15"), 15
     with run.typed() as start:
         starts.until(lambda: run.steps_since(start.at_s) >= 2, start)
         pids = starts.processes_of(start.process.pid)

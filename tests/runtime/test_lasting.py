@@ -144,12 +144,12 @@ def test_of_what_nobody_reads_for_a_day_the_beginning_and_the_end_are_kept(
 @pytest.mark.ranks
 def test_a_run_that_nobody_reads_ends_when_somebody_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_tiny(tmp_path, "tp=1,pp=1,dp=1")
-    with started(tmp_path, "run", "tiny.json", "--steps", "300", "--out", "run") as process:
+    with started(tmp_path, "run", "tiny.json", "--steps", "80", "--out", "run") as process:
         assert process.stdout
         fcntl.fcntl(process.stdout, fcntl.F_SETPIPE_SZ, 4096)
         wait_until((tmp_path / "run" / "report.json").is_file, "all steps are done", process)
         out, _ = process.communicate()
-    assert process.returncode == 0 and "\nstep 100/300 " in out and out.rstrip().endswith("--open"), out[-500:]
+    assert process.returncode == 0 and "\nstep 60/80 " in out and out.rstrip().endswith("--open"), out[-500:]
 
 
 @pytest.mark.slow

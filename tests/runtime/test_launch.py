@@ -99,8 +99,8 @@ def test_what_the_user_can_mend_stays_an_input_error(tmp_path: Path) -> None:
     [
         (signal.SIGINT, "all", 130, "stopped by Ctrl-C after step "),  # as Ctrl-C in a terminal
         (signal.SIGKILL, "parent", -9, ""),
-        pytest.param(signal.SIGTERM, "parent", 143, "stopped by SIGTERM", marks=pytest.mark.slow),
-        pytest.param(signal.SIGKILL, "rank 1", 3, "rank 1 of 2 failed, the others", marks=pytest.mark.slow),
+        pytest.param(signal.SIGTERM, "parent", 143, "stopped by SIGTERM", marks=pytest.mark.thorough),
+        pytest.param(signal.SIGKILL, "rank 1", 3, "rank 1 of 2 failed, the others", marks=pytest.mark.thorough),
     ],
 )
 def test_a_signal_ends_all(number: signal.Signals, whom: str, code: int, says: str, tmp_path: Path) -> None:
@@ -123,7 +123,7 @@ def test_a_signal_ends_all(number: signal.Signals, whom: str, code: int, says: s
     assert not list(temporary.iterdir())
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("number", "says"),
@@ -162,7 +162,7 @@ def test_torchrun_starts_one_process_a_rank(tmp_path: Path) -> None:
         started(tmp_path, *words, RANK="0", **two_ranks) as one,
         started(tmp_path, *words, RANK="1", **two_ranks) as two,
     ):
-        first, second = one.communicate(timeout=400), two.communicate(timeout=120)
+        first, second = one.communicate(timeout=cases.PATIENCE_S), two.communicate(timeout=120)
     assert (one.returncode, two.returncode) == (0, 0), (first, second)
     assert "step 3/3" in first[0] and second == ("", "")
     assert len((tmp_path / "runs" / "tiny" / "metrics.jsonl").read_text().splitlines()) == 3
@@ -174,9 +174,12 @@ def test_torchrun_starts_one_process_a_rank(tmp_path: Path) -> None:
     ("words", "said"),
     [
         ("--out full --resume never", "--out full: already holds files"),
-        ("--steps 2 --profile 9", "--profile: the run has 2 steps, so step 9 is none of them"),
+        pytest.param(
+            "--steps 2 --profile 9", "--profile: the run has 2 steps, so step 9 is none of them",
+            marks=pytest.mark.thorough,
+        ),
     ],
-)
+)  # fmt: skip
 def test_ranks_that_were_started_one_by_one_hear_at_once_what_the_first_refuses(
     words: str, said: str, tmp_path: Path
 ) -> None:
@@ -188,7 +191,7 @@ def test_ranks_that_were_started_one_by_one_hear_at_once_what_the_first_refuses(
         loads = Path(f"/proc/{two.pid}/maps")  # the first waits 30 s for others: on a busy machine torch takes longer
         wait_until(lambda: not loads.exists() or "libtorch" in loads.read_text(), "the second loads torch")
         with started(tmp_path, *line, RANK="0", **two_ranks) as one:
-            (_, refusal), (_, heard) = one.communicate(timeout=120), two.communicate(timeout=60)
+            (_, refusal), (_, heard) = one.communicate(timeout=cases.PATIENCE_S), two.communicate(timeout=120)
     assert (one.returncode, two.returncode) == (2, 3) and said in refusal
     refused = f"autoshard: rank 0 does not take the run up: {said}"  # torch may warn before
     assert any(line.startswith(refused) for line in heard.splitlines()) and "Traceback" not in heard
