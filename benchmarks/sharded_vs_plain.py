@@ -3,6 +3,7 @@
 # pyright: basic
 # torch's own signatures are only partly typed.
 
+import gc
 import tempfile
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -171,6 +172,7 @@ def _mean(loss: torch.Tensor) -> float:
 
 def _peak_bytes(make: Callable[..., Step], mesh: Mapping[str, int]) -> float:
     """Return the most bytes that torch's allocator has given out in a step, with those since the module was made."""
+    gc.collect()  # what this process was forked with, and would free in a step
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         step = _made(make, mesh, False)
         for _ in range(WARM_UP):
