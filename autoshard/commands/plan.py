@@ -187,12 +187,12 @@ def _of_machines(
     with _searching(options) as watch:
 
         def ask(request: Request) -> SearchResult:
-            return search(request, 1, watch, simple_within=options.simple_within)
+            return search(request, num_searched(selection[1], 1), watch, simple_within=options.simple_within)
 
         if "," in (question.cluster or ""):
             return compare_machines(question, (*nodes, 1)[0], options.applied, ask, to)
         try:
-            size = sized(question, options.applied, ask, to)
+            size = sized(question, options.applied, ask, to, selection[1])
         except NoPlan:
             if watch.interrupted:
                 raise KeyboardInterrupt from None

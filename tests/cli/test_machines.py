@@ -120,6 +120,30 @@ def test_a_budget_pays_for_the_most_nodes(typed: Typed) -> None:
     assert nodes >= 8 and days_of(typed, nodes)[1] <= budget < days_of(typed, 2 * nodes)[1]
 
 
+TINY = "plan tiny-llama --cluster h100 --global-batch 64 --tokens 100B --price 20 --fix pp=1,cp=1,mbs=1 --force"
+
+
+@pytest.mark.slow
+def test_a_budget_takes_no_nodes_on_which_a_step_takes_longer(typed: Typed) -> None:
+    data = json.loads(typed(f"{TINY} --budget 20k --json")[1])
+    nodes, why, usd = data["size"]["nodes"], data["size"]["why"], data["total"]["usd"]
+    assert nodes == 8 and why.startswith("the fastest that the budget pays") and "more nodes take longer" in why
+    plain = TINY.replace("--tokens 100B", "")
+    other = json.loads(typed(f"{plain} --nodes {2 * nodes} --json")[1])["plan"]["prediction"]["step_time_s"]
+    assert data["plan"]["prediction"]["step_time_s"] <= other
+    tight = json.loads(typed(f"{TINY} --budget {int(usd) + 1} --json")[1])
+    assert "at the slow end of the interval, above the budget" in tight["size"]["why"]
+
+
+@pytest.mark.slow
+def test_nodes_are_counted_for_the_answer_that_is_written(typed: Typed) -> None:
+    question = f"{TINY.replace('--fix pp=1,cp=1,mbs=1', '')} --choose fsdp"
+    cost = json.loads(typed(f"{question} --nodes 1 --json")[1])["total"]["usd"]
+    assert "the cheapest number that was tried" in typed(f"{question} --budget {int(cost)}")[2]
+    code, _, complaint = typed(f"{TINY} --deadline 90d --choose vendor")
+    assert code == 2 and "--choose vendor: there is no such answer" in complaint
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

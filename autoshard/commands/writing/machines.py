@@ -5,12 +5,14 @@ from dataclasses import dataclass, replace
 
 from autoshard.commands.output import print_answer, print_notes
 from autoshard.commands.writing.target import DAY_S, Target
-from autoshard.errors import InputError, NoPlan
+from autoshard.errors import InputError, NoPlan, inside
 from autoshard.plan.plan import Plan
 from autoshard.report.machines import MachineAnswer, machines_json, machines_sheets
+from autoshard.search.ask.answers import answers_of
 from autoshard.search.ask.api import request_of
 from autoshard.search.ask.no_plan import why_none
 from autoshard.search.ask.planner import SearchResult
+from autoshard.search.ask.vendor.answer import step_s
 from autoshard.search.bound.request import Request
 from autoshard.spec.price import price_of_each
 from autoshard.spec.recipe import QuestionOptions
@@ -63,11 +65,16 @@ class SizedRequest:
     why: str
 
 
-def sized(question: QuestionOptions, applied: Callable[[Request], Request], search: Search, to: Target) -> SizedRequest:
-    """Return the question on the fewest nodes that meet the deadline; without one, on the most that the budget pays."""
+def sized(question: QuestionOptions, applied: Callable[[Request], Request], search: Search, to: Target,
+          choose: str | None) -> SizedRequest:  # fmt: skip
+    """Return the question on the fewest nodes on which the answer that is written meets the deadline.
+
+    Without one, on those on which it is fastest, of the numbers that the budget pays.
+    """
     tokens, met, too_dear = to.total_tokens, list[tuple[Request, Plan]](), list[tuple[float, int]]()
     assert tokens, "checked by Target"
     first, unfinished = request_of(question, _SIZES[0]), ""
+    refused: InputError | NoPlan | None = None
     sizes = replace(question, seq_len=first.workload.seq_len, global_batch=first.workload.global_batch)
     for nodes in _SIZES:
         request = replace(applied(request_of(sizes, nodes)), defaults=first.defaults)
@@ -75,9 +82,10 @@ def sized(question: QuestionOptions, applied: Callable[[Request], Request], sear
         if result.certificate.stopped:
             unfinished = f"the search on {counted(nodes, 'node')} was not finished ({result.certificate.stopped})"
             break
-        if not result.plans:
+        plan = _chosen(request, result, choose)
+        if not isinstance(plan, Plan):
+            refused = refused or plan
             continue
-        plan = result.preferred
         days, usd = _cost(plan, tokens)
         if to.budget_usd is not None and usd is None:
             why = f"no price of {plan.cluster.name} is known. Type yours: --price, dollars of a node hour"
@@ -91,13 +99,47 @@ def sized(question: QuestionOptions, applied: Callable[[Request], Request], sear
         if to.deadline_s is not None and days * DAY_S <= to.deadline_s:
             return SizedRequest(request=request, why=_in_time(plan, days, to))
     if met and to.deadline_s is None:
-        request, plan = met[-1]
-        days, usd = _cost(plan, tokens)
-        why = f"the most nodes that the budget pays: {format_dollars(usd or 0.0)}"
-        return SizedRequest(request=request, why=f"{why}; {unfinished}" if unfinished else why)
+        why = "; ".join(filter(None, (_paid(met, tokens, to), unfinished)))
+        return SizedRequest(request=_fastest(met)[0], why=why)
+    if refused and not met and not too_dear:
+        raise refused
     words = [_missed(met, tokens, min(too_dear, default=None))] if met or too_dear or not unfinished else []
     words += [f"{unfinished}. Give it more time"] if unfinished else []
     raise NoPlan(f"no plan: {'; '.join(words)}")
+
+
+def _chosen(request: Request, result: SearchResult, choose: str | None) -> Plan | InputError | NoPlan | None:
+    """Return the plan that is written on so many nodes, why none has that name, or None where none fits."""
+    if not result.plans:
+        return None
+    answers = answers_of(request, result, choose)
+    try:
+        with inside("--choose"):
+            return answers.runnable(answers.name).plan
+    except (InputError, NoPlan) as refusal:
+        return refusal
+
+
+def _fastest(met: Sequence[tuple[Request, Plan]]) -> tuple[Request, Plan]:
+    return min(met, key=lambda entry: step_s(entry[1]))
+
+
+def _paid(met: Sequence[tuple[Request, Plan]], tokens: float, to: Target) -> str:
+    """Say why so many nodes are taken for a budget, and whether it pays them at the slow end of the prediction too."""
+    request, plan = _fastest(met)
+    usd = _cost(plan, tokens)[1]
+    assert usd is not None and to.budget_usd is not None, "asked only where the budget pays"
+    slow_usd = usd * _slow_end(plan)
+    over = ", above the budget" if slow_usd > to.budget_usd else ""
+    why = "the most nodes that the budget pays" if request is met[-1][0] else "the fastest that the budget pays"
+    longer = "" if request is met[-1][0] else "; more nodes take longer"
+    return f"{why}: {format_dollars(usd)}; {format_dollars(slow_usd)} at the slow end of the interval{over}{longer}"
+
+
+def _slow_end(plan: Plan) -> float:
+    """Return how many times the predicted time of a step the slow end of its interval is."""
+    assert plan.prediction, "every plan of a search is predicted"
+    return plan.prediction.high_s / plan.prediction.step_time_s
 
 
 def _cost(plan: Plan, tokens: float) -> tuple[float, float | None]:
@@ -109,22 +151,23 @@ def _cost(plan: Plan, tokens: float) -> tuple[float, float | None]:
 
 def _in_time(plan: Plan, days: float, to: Target) -> str:
     """Say that so many nodes meet the deadline, and whether they still do at the slow end of the prediction."""
-    assert plan.prediction and to.deadline_s, "asked only of a plan that is fast enough"
-    slow_days = days * plan.prediction.high_s / plan.prediction.step_time_s
+    assert to.deadline_s, "asked only of a plan that is fast enough"
+    slow_days = days * _slow_end(plan)
     missed = ", too late" if slow_days * DAY_S > to.deadline_s else ""
     fewest = f"the fewest nodes, of 1, 2, 4 and so on, that meet {to.deadline}: {days:.1f} days"
     return f"{fewest}; {slow_days:.1f} days at the slow end of the interval{missed}"
 
 
 def _missed(met: Sequence[tuple[Request, Plan]], tokens: float, cheapest: tuple[float, int] | None) -> str:
-    """Say how near the largest size comes to what was asked, or the cheapest to the budget."""
+    """Say how near the fastest size comes to what was asked, or the cheapest to the budget."""
     if not met and cheapest:
         usd, nodes = cheapest
         cheapest_words = f"{format_dollars(usd)} on {counted(nodes, 'node')}, the cheapest number that was tried"
         return f"all tokens cost {cheapest_words}. Type a larger --budget"
     if not met:
         return f"on no number of nodes up to {_SIZES[-1]} does a plan fit in memory"
-    days, usd = _cost(met[-1][1], tokens)
-    nodes = met[-1][0].cluster.num_nodes
+    request, plan = _fastest(met)
+    days, usd = _cost(plan, tokens)
     cost = f" for {format_dollars(usd)}" if usd is not None else ""
-    return f"{counted(nodes, 'node')}, the most that were tried or paid, need {days:.1f} days{cost}"
+    place, need = counted(request.cluster.num_nodes, "node"), "needs" if request.cluster.num_nodes == 1 else "need"
+    return f"{place}, the fastest of those that were tried or paid, {need} {days:.1f} days{cost}"
