@@ -87,7 +87,7 @@ def test_ci_is_the_local_check_and_then_the_rest() -> None:
     assert [line for line in commands if not line.startswith("echo")] == [
         "make lint",
         "make test",
-        "make test-all MINUTES=$((75 - SECONDS / 60))",
+        "make test-all MINUTES=$((70 - SECONDS / 60))",
     ]
     (fast,) = (line for line in makefile("check").splitlines() if "-m pytest" in line)
     rest = [line for line in makefile("test-all").splitlines() if "-m pytest" in line]
