@@ -126,7 +126,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip a test that would begin too late: CI ends what takes longer, and then nothing is known of any test."""
     minutes: float = item.config.option.minutes
     if time.monotonic() - item.config.stash[BEGUN_S] > 60 * minutes:
-        pytest.skip(f"{minutes:g} minutes have passed, in which a machine of the usual speed runs all tests")
+        pytest.skip(f"--minutes {minutes:g}: they had passed before this test began")
 
 
 @pytest.fixture
