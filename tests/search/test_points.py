@@ -158,3 +158,16 @@ def test_a_solution_that_a_choice_finds_is_kept_if_it_is_the_fastest(objective: 
     pool.keep(replace(last, value=best.value * 0.99))
     assert (pool.solutions[0].layout == last.layout) == is_kept
     assert pool.certificate(Certificate()).value == best.value * (0.99 if is_kept else 1.0)
+
+
+def test_a_search_that_is_stopped_when_all_kinds_of_mesh_are_priced_has_nearly_the_best():
+    """The fastest layout needs recompute and two chunks a rank: fewer do not fit, or wait longer."""
+    request = ask("deepseek-v3", "h100-80", nodes=256, global_batch=16384, pins="tp=1,pp=16,cp=1,ep=8")
+    (engine,) = request.engines
+    legal = legal_space(request, engine)
+    pricer = LayoutPricer(request.question(legal.space.base), legal.space)
+    pool = Pool(pricer, legal, request.goal(pricer.question.kernels))
+    pool._price_all()  # pyright: ignore[reportPrivateUsage]
+    soon = pool.solutions[0].value
+    pool.settle(1)
+    assert soon < 1.01 * pool.solutions[0].value

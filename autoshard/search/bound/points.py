@@ -1,6 +1,5 @@
 """Outer points: layouts with every way of running them, each with a lower bound; a solved point is a candidate."""
 
-import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -196,15 +195,14 @@ def likely_each_s(group: Points) -> Floats:
     return group.bound * (1 + bubble)
 
 
-def likely(points: Iterable[Points]) -> list[Points]:
-    """Return for each builder and number of ranks the points that share a schedule and look fastest, fastest first."""
-    fastest: dict[tuple[str, int], tuple[float, Points]] = {}
-    for group in itertools.chain.from_iterable(variant_points.by_schedule() for variant_points in points):
-        schedule = group.schedule
-        assert schedule, "its points share a schedule"
-        key = schedule.builder, schedule.num_ranks
-        fastest[key] = min(fastest.get(key, (np.inf, group)), (likely_s(group), group), key=lambda entry: entry[0])
-    return [group for _, group in sorted(fastest.values(), key=lambda entry: entry[0])]
+def likeliest(points: Iterable[Points]) -> list[tuple[Points, bool]]:
+    """Return points in groups that share a schedule, the likeliest first; say if a group is the first of its kind.
+
+    Schedules of the same builder and number of ranks are of the same kind.
+    """
+    groups = sorted((group for variant in points if len(variant.rows) for group in variant.by_schedule()), key=likely_s)
+    kinds = [(group.schedule.builder, group.schedule.num_ranks) for group in groups if group.schedule]
+    return [(group, kinds.index(kind) == index) for index, (group, kind) in enumerate(zip(groups, kinds, strict=True))]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

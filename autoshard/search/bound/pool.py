@@ -17,7 +17,7 @@ from autoshard.plan.explanation import Certificate
 from autoshard.schedule.waves import Floats, Ints
 from autoshard.search.bound.legal_space import LegalSpace, RunVariant
 from autoshard.search.bound.mesh_kinds import MeshKinds
-from autoshard.search.bound.points import AT_ONCE, SHARPEST, Points, Solution, likely, likely_s
+from autoshard.search.bound.points import AT_ONCE, SHARPEST, Points, Solution, likeliest, likely_s
 from autoshard.search.bound.priced_layouts import LayoutPricer, Row
 from autoshard.search.bound.records import BestSolutions, OwnCuttings, PointRecords, SolvingOrder
 from autoshard.search.bound.rough import rough_seconds
@@ -30,7 +30,8 @@ from autoshard.search.fill.stage_filling import Goal
 _ALWAYS = 3  # layouts get their own cutting, even if fewer are shown, so that the best layout does not depend on it
 _QUICK = ("1f1b", "interleaved")  # schedules of which even stages are seldom far from the best
 _FIRST = 4  # groups of points that are solved before points of the next variant are opened
-_LIKELY = 8  # layouts that are timed before all others, once for each kind of mesh
+_LIKELY = 8  # layouts that are timed before all others, at each look
+_EARLY_LOOKS = (4, 16, 64, 256)  # kinds of mesh that are priced when likely layouts are looked at again
 _LOOKS = 8  # times that points are opened to find the one that misses memory by least
 _RUNNER_UP = 3  # groups of points that are solved for each runner-up
 _SURVEYED = 300  # groups of points of which even stages are timed at last
@@ -91,10 +92,12 @@ class Pool:
                 break
 
     def _price_all(self) -> None:
+        num_kinds = len(self._kinds.unpriced)
         while self._kinds.unpriced:
             self.left.plain += self._kinds.price_next(self._limit, self._records)
-            if not self._kinds.unpriced or not np.isfinite(self._limit):
-                self._look_first()
+            first_or_last = not np.isfinite(self._limit) or not self._kinds.unpriced
+            if first_or_last or num_kinds - len(self._kinds.unpriced) in _EARLY_LOOKS:
+                self._look_first(early=not first_or_last)
         if self._kinds.refused and not self._kinds.cuttings:
             raise self._kinds.refused[0]
 
@@ -108,29 +111,29 @@ class Pool:
         self._solve(point, self._limit)
         self.between()
 
-    def _look_first(self) -> None:
-        """Time even stages of likely layouts: a limit for all other points, and an answer if the search is stopped."""
+    def _look_first(self, *, early: bool) -> None:
+        """Time even stages of likely layouts: an answer if the search is stopped, and some limits for other points."""
         quick = [run for run in self.legal.variants if run.space.base.schedule in _QUICK] or self.legal.variants
         most = _LIKELY
-        while self._look_at_likely(most, quick) and not np.isfinite(self._limit):
+        while self._look_at_likely(most, quick, early=early) and not np.isfinite(self._limit):
             most *= 2
 
-    def _look_at_likely(self, most: int, quick: Sequence[RunVariant]) -> bool:
-        """Time even stages of so many layouts that look fastest; return whether there were some."""
+    def _look_at_likely(self, most: int, quick: Sequence[RunVariant], *, early: bool) -> bool:
+        """Time even stages of so many layouts that look fastest; return whether there were some.
+
+        Of each kind of schedule the likeliest points give a limit, unless this is an ``early`` look.
+        """
         limit, before = self._limit, len(self.points)
-        runs = [(plain, [run for run in plain.variants if run in quick]) for plain in self.left.plain]
-        runs = [(plain, variants) for plain, variants in runs if variants]
-        near = np.concatenate([np.zeros(0, int), *(plain.layouts[plain.bounds < limit] for plain, _ in runs)])
+        groups = [plain for plain in self.left.plain if any(run in quick for run in plain.variants)]
+        near = np.concatenate([np.zeros(0, int), *(plain.layouts[plain.bounds < limit] for plain in groups)])
         rough_s = self.rough_s(self.legal.space.base.zero)[near]
         chosen = near[np.argsort(rough_s, kind="stable")][:most]
-        self._add_recompute([plain for plain, _ in runs], quick, lambda plain: np.isin(plain.layouts, chosen))
-        new = [points.only(np.isin(points.layouts, chosen)) for points in self.points[before:]]
-        for group in likely(points for points in new if len(points.rows)):
+        self._add_recompute(groups, quick, lambda plain: np.isin(plain.layouts, chosen))
+        new = (points.only(np.isin(points.layouts, chosen)) for points in self.points[before:])
+        for group, is_first in likeliest(new):
             if group.bound.min() < self._limit:
-                self.between()
                 first = group.only(np.argsort(group.bound, kind="stable")[: 2 * AT_ONCE])
-                filling = first.evenly_solved(self.goal)
-                self._best.keep(first, filling, self.goal.value(filling))
+                self._time_even_stages(first, early=early or not is_first)
         return len(self.points) > before
 
     def _look_for_runners_up(self) -> None:
@@ -152,22 +155,23 @@ class Pool:
         value = self._best.value
         if value < self._looked_at:
             self._looked_at, best = value, self.solutions[0]
-            self._survey()
+            for group in self._likeliest(self.points)[:_SURVEYED]:
+                self._time_even_stages(group)
             self._look_near(best)
         return self._best.value < value
 
     def _look_near(self, best: Solution) -> None:
         """Solve some points near the best solution, those that look fastest.
 
-        Points of the same schedule are near if few sizes differ: a factor has moved between axes, or mbs has changed.
-        Points of other schedules are near if they are of the same layout.
+        Points of its schedule are near if few sizes differ (a factor has moved between axes, or mbs has changed);
+        points of other schedules, if they are of its layout.
         """
         rows, sizes = self.legal.space.rows, ("tp", "pp", "cp", "ep", "dp", "mbs")
         num_changed = sum(rows[key] != rows[key][best.layout] for key in sizes)
         same = [run for run in self.legal.variants if run.space.base.schedule == best.candidate.schedule]
         elsewhere = [run for run in self.legal.variants if run not in same]
-        for runs, most_changed in ((same, _NEAR), (elsewhere, 0)):
-            self._solve_some(runs, np.flatnonzero(num_changed <= most_changed), best.value)
+        self._solve_some(same, np.flatnonzero(num_changed <= _NEAR), best.value)
+        self._solve_some(elsewhere, np.flatnonzero(num_changed == 0), best.value)
 
     def _solve_some(self, runs: Sequence[RunVariant], layouts: Ints, limit: float) -> None:
         """Solve points of some variants and layouts that look fastest, if they may take less than a limit."""
@@ -179,12 +183,10 @@ class Pool:
             self.between()
             self._solve(group.only(np.argsort(group.bound, kind="stable")[:AT_ONCE]), limit)
 
-    def _survey(self) -> None:
-        """Time even stages of the unsolved points that look fastest."""
-        for group in self._likeliest(self.points)[:_SURVEYED]:
-            self.between()
-            filling = group.evenly_solved(self.goal)
-            self._best.keep(group, filling, self.goal.value(filling))
+    def _time_even_stages(self, points: Points, *, early: bool = False) -> None:
+        self.between()
+        filling = points.evenly_solved(self.goal)
+        self._best.keep(points, filling, self.goal.value(filling), early=early)
 
     def _likeliest(self, among: Sequence[Points], layouts: Ints | None = None) -> list[Points]:
         """Return the unsolved points that may be better than all solutions, by schedule, the likeliest first."""
@@ -359,8 +361,7 @@ class Pool:
 
     def cutting_of(self, terms: Terms, layout: int) -> Cutting | None:
         """Return how a layout was cut at first under some terms, if it was."""
-        cuttings = (cutting for of, cutting, served in self._kinds.cuttings if of == terms and layout in served)
-        return next(cuttings, None)
+        return next((cutting for of, cutting, served in self._kinds.cuttings if of == terms and layout in served), None)
 
     def keep(self, solution: Solution) -> None:
         """Keep a solution that was found for another purpose, if it is faster than all, and time is the objective."""

@@ -1,6 +1,7 @@
 """What has become of every point of a space: bounded, solved or open, whether it fits; and the best solutions."""
 
-from collections.abc import Iterable, Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 import numpy as np
@@ -124,27 +125,36 @@ class SolvingOrder:
 
 
 class BestSolutions:
-    """The best solution of every layout under every choice of terms, beside the values of rivals of other spaces."""
+    """The best solution of every layout under every choice of terms, beside the values of rivals of other spaces.
+
+    A layout that is known early, by one look at a few of its points, sets no limit for other points: with such limits
+    less is searched, and the runners-up of the best layout are slower ones.
+    """
 
     def __init__(self, rival_values: Sequence[float]) -> None:
-        self._rival_values, self._best = rival_values, dict[Row, Solution]()
+        self._rival_values, self._best, self._early = rival_values, dict[Row, Solution](), dict[Row, Solution]()
         self._of_layout: dict[int, float] = {}
 
-    def keep(self, points: Points, filling: StageFilling, values: Floats) -> None:
+    def keep(self, points: Points, filling: StageFilling, values: Floats, *, early: bool = False) -> None:
         """Keep the best solution of each layout, given what is minimised of each filling."""
         for number in np.flatnonzero(np.isfinite(values)).tolist():
             column, layout, value = np.array([number]), int(points.layouts[number]), float(values[number])
-            self.add(Solution(layout=layout, point=points.only(column), filling=filling.only(column), value=value))
+            solution = Solution(layout=layout, point=points.only(column), filling=filling.only(column), value=value)
+            self.add(solution, early=early)
 
-    def add(self, solution: Solution) -> None:
+    def add(self, solution: Solution, *, early: bool = False) -> None:
         """Keep a solution, if none of its layout is better."""
-        best = self._best.get(solution.row)
-        self._best[solution.row] = solution if best is None or solution.order < best.order else best
+        solutions = self._early if early else self._best
+        best = solutions.get(solution.row)
+        solutions[solution.row] = solution if best is None or solution.order < best.order else best
+        if early:
+            return
         self._of_layout[solution.layout] = min(solution.value, self._of_layout.get(solution.layout, np.inf))
 
     def forget(self, row: Row) -> None:
         """Forget the solution of a layout under some terms."""
         self._best.pop(row, None)
+        self._early.pop(row, None)
         _, layout = row
         values = (solution.value for solution in self._best.values() if solution.layout == layout)
         self._of_layout[layout] = min(values, default=np.inf)
@@ -152,15 +162,19 @@ class BestSolutions:
     @property
     def value(self) -> float:
         """The best value; infinite where nothing fits."""
-        return min((solution.value for solution in self._best.values()), default=np.inf)
+        return min((solution.value for solution in self._all), default=np.inf)
 
     @property
     def ranked(self) -> list[Solution]:
         """The best solution of every layout, best first."""
         by_layout: dict[int, Solution] = {}
-        for solution in sorted(self._best.values(), key=lambda best: best.order):
+        for solution in sorted(self._all, key=lambda best: best.order):
             by_layout.setdefault(solution.layout, solution)
         return list(by_layout.values())
+
+    @property
+    def _all(self) -> Iterator[Solution]:
+        return itertools.chain(self._best.values(), self._early.values())
 
     def limits(self, points: Points, limit: float) -> Floats:
         """Return for each point the value above which it does not matter: its layout has a better solution."""

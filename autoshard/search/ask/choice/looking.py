@@ -18,6 +18,7 @@ from autoshard.search.fill.stage_options import ALL_RANGES
 
 _FEW = 4  # points of a kind that are looked at first, those that look fastest
 _MOST = 256  # while none fits in memory, or some that were not looked at may be faster
+_ROUGH = 1.06  # times what points take, which their rough seconds may say
 Sizes = Mapping[str, Any]  # by key: numbers, or columns of numbers
 
 
@@ -121,7 +122,7 @@ def best_of_kind(pool: Pool, kind: PlanKind) -> Solution | None:
     solutions = [solution for solution in pool.solutions if kind.has(solution.candidate)][:1]
     seen = [group for group in _seen(pool, kind) if len(group.seconds)]
     before, few, count = -np.inf, _FEW, sum(int(np.isfinite(group.seconds).sum()) for group in seen)
-    while not solutions or few == _FEW or before < min(solution.value for solution in solutions):
+    while not solutions or few == _FEW or before < _ROUGH * min(solution.value for solution in solutions):
         limit = _limit(seen, few)
         solutions += _solved(pool, seen, (before, limit))
         if few >= min(count, _MOST):
