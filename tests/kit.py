@@ -82,6 +82,10 @@ _FAMILIES: Mapping[str, Mapping[str, Any]] = {
         "sliding_window_pattern": 2, "rope_local_base_freq": 50.0,
         "rope_scaling": {"rope_type": "linear", "factor": 4.0},
     },
+    "gemma2": {
+        "num_key_value_heads": 2, "head_dim": 8, "query_pre_attn_scalar": 5, "sliding_window": 3,
+        "final_logit_softcapping": 0.4, "attn_logit_softcapping": 0.3,
+    },
     "olmo2": {"num_key_value_heads": 2},
     "olmo3": {
         "num_key_value_heads": 2, "sliding_window": 3, "layer_types": ["sliding_attention", "full_attention"],

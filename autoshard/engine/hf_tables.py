@@ -249,16 +249,14 @@ HF_NAMES: Mapping[str, Mapping[Form, Names]] = {
     **{
         family: {"published": names, "module": names}
         for family, names in (
-            (
-                "gemma3_text",
-                (*_LLAMA_OUTSIDE, *_under("model.layers.{layer}.", "layer.{layer}.", _GEMMA_ATTENTION + _LLAMA_MLP)),
-            ),
             ("gpt_oss", (*_LLAMA_OUTSIDE, *_under("model.layers.{layer}.", "layer.{layer}.", _GPT_OSS_LAYER))),
             ("olmo2", _OLMO),
             ("olmo3", _OLMO),
             *(
                 (family, (*_LLAMA_OUTSIDE, *_under("model.layers.{layer}.", "layer.{layer}.", layer)))
                 for family, layer in (
+                    ("gemma2", _GEMMA_ATTENTION + _LLAMA_MLP),
+                    ("gemma3_text", _GEMMA_ATTENTION + _LLAMA_MLP),
                     ("exaone4", _EXAONE4_ATTENTION + _LLAMA_MLP),
                     ("ernie4_5", _NEIGHBOURS_TURNED + _LLAMA_MLP),
                     ("glm4", _GLM4_LAYER),

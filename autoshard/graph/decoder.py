@@ -18,7 +18,7 @@ from autoshard.graph.kinds.linear import Einsum
 from autoshard.graph.kinds.norm import MeanSquare, Norm, Rescale
 from autoshard.graph.kinds.opaque import Opaque
 from autoshard.graph.kinds.optimizer import ClipScale
-from autoshard.graph.kinds.pointwise import Add, Cast, Multiply, Reduce, ScaleBy, Unary
+from autoshard.graph.kinds.pointwise import Add, Cast, Multiply, Reduce, ScaleBy, SoftCap, Unary
 from autoshard.graph.kinds.sinks import SinkAttend
 from autoshard.graph.mlps import SHARED, emit_linear, mixture, mlp
 from autoshard.graph.op import Dims
@@ -33,6 +33,7 @@ _RESIDUAL: Dims = ("batch", "seq", "hidden")
 _HEADS: Dims = ("kv_heads", "q_group", "head_dim")
 _KV: Dims = ("kv_heads", "head_dim")
 _STREAMS = {"embed_drop": 0, "attn_drop": 1, "mlp_drop": 2}  # of a block; that of its attention is 0
+LOGITS = ("unembed", "unembed_shift", "logit_cap")  # operations of a head, of which the last one gives its logits
 _KEYS_ALONG = (("seq", "kv_seq"),)
 
 
@@ -157,6 +158,8 @@ def _head_block(model: ModelSpec, workload: Workload, kernels: Kernels) -> Block
     normed = b.deliver_as(normed, "unembed_in")
     weight = b.weight("unembed.weight", "vocab", "hidden")
     logits = b.emit("unembed", Einsum(dims=("batch", "seq", "vocab")), normed, weight)
+    if model.logit_cap:
+        logits = b.emit("logit_cap", SoftCap(cap=model.logit_cap, dtype="fp32"), logits)
     return _with_loss(b, model, kernels, (x, logits))
 
 
@@ -266,8 +269,9 @@ def _attention(b: BlockBuilder, model: ModelSpec, workload: Workload, x: str) ->
     b.deliver_as(value, "v_in", _KEYS_ALONG)
     width = "value_dim" if model.latent else "head_dim"
     kind = (SinkAttend if model.sinks else Attend)(
-        window=model.window, dropped=model.attention_dropout, scale=model.score_scale, value_width=width
-    )
+        window=model.window, dropped=model.attention_dropout, scale=model.score_scale, value_width=width,
+        cap=model.score_cap,
+    )  # fmt: skip
     sinks = [b.weight("sink.bias", "kv_heads", "q_group")] if model.sinks else []
     mixed = b.emit("attend", kind, query, key, value, *_positions(b, workload), *_attention_draws(b, model), *sinks)
     values = ("kv_heads", "q_group", width)

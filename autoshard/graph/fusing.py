@@ -69,7 +69,11 @@ def fuse(flow: Flow, kernels: Kernels) -> tuple[FusedOps, ...]:
     computing = (op for op in flow.forward if not isinstance(op.kind, Deliver))
     owner = {
         op.name: kernels.entry(
-            op.name, drops=op.kind.drops(), biased=op.kind.adds_bias(), unfused=op.kind.holds_scores()
+            op.name,
+            drops=op.kind.drops(),
+            biased=op.kind.adds_bias(),
+            unfused=op.kind.holds_scores(),
+            capped=op.kind.caps_scores(),
         )
         for op in computing
     }

@@ -134,6 +134,10 @@ class OpKind(metaclass=_KindMeta):
         """Say whether it writes all of its scores, as code does that is no flash kernel."""
         return False
 
+    def caps_scores(self) -> bool:
+        """Say whether it squeezes its scores by a tanh, as no flash kernel of torch does."""
+        return False
+
     def starts_at(self, index: int) -> float | None:
         """Return the number at which a weight in this input starts, and does not decay; None for one that is drawn."""
         return None

@@ -14,6 +14,7 @@ from autoshard.engine.torch.kernels import Rotations
 from autoshard.engine.torch.kernels.grouped import groups_products
 from autoshard.engine.torch.steps import NUMBERS, RankContext, steps_of
 from autoshard.engine.torch.world import World
+from autoshard.graph.decoder import LOGITS
 from autoshard.graph.op import Array
 from autoshard.layout.layout import Layout
 from autoshard.layout.program import Compute, Given, Instruction, Value, read_by, written_by
@@ -22,7 +23,6 @@ from autoshard.run.activity import RankActivity
 from autoshard.run.placement import MeshRank, sequence_order
 from autoshard.runtime.convert.stored import WeightSource
 
-_LAST_PRODUCT = "unembed"  # whose results are the logits
 Choose = Callable[[torch.Tensor], int]
 
 
@@ -125,8 +125,8 @@ class SpeakingModel:
 
 def _forward(context: RankContext, parts: BlockProgram) -> _ForwardBlock:
     """Prepare a block's forward pass, of the last block only what its logits are made of."""
-    ends = [entry for entry in parts.forward if isinstance(entry, Compute) and entry.op.name == _LAST_PRODUCT]
-    result = ends[0].writes[0] if ends else parts.program.results[parts.handed_on]
+    ends = [entry for entry in parts.forward if isinstance(entry, Compute) and entry.op.name in LOGITS]
+    result = ends[-1].writes[0] if ends else parts.program.results[parts.handed_on]
     parts = replace(parts, forward=tuple(_makers(parts.forward, result.name)))
     return _ForwardBlock(parts=parts, steps=tuple(steps_of(context, parts, "F", {result.name})), result=result)
 

@@ -52,6 +52,7 @@ class Reserved:
         require(*in_range(self, "share", "high"), (ordered, "share", "must lie between low and high"))
 
 
+_TRAITS = ("drops", "biased", "unfused", "capped")  # of operations, for which kernels of their own may stand
 ONCE, NEVER = BothWays(forward=1, backward=1), BothWays(forward=0, backward=0)
 
 
@@ -70,13 +71,15 @@ class Kernel:
     ``over:in0`` overwrites the input; backward passes it on as the gradient of the input.
     ``scratch`` names in the same way what the backward of the kernel allocates beside what it reads and writes.
     An entry that ``drops`` is that of operations that drop numbers at random, and of no others; so is one that is
-    ``biased`` that of attention that adds numbers to its scores, and one that is ``unfused`` that of two products.
+    ``biased`` that of attention that adds numbers to its scores, one that is ``unfused`` that of two products, and one
+    that is ``capped`` that of scores that a tanh squeezes.
     """
 
     ops: tuple[str, ...]
     drops: bool = False
     biased: bool = False
     unfused: bool = False
+    capped: bool = False
     apart: bool = False
     saves: tuple[str, ...] | None = None
     scratch: tuple[str, ...] = ()
@@ -220,10 +223,10 @@ class Kernels:
             return "FIW"
         return "FI" if any(fnmatchcase(chip, pattern) for pattern in self.fp8_experts) else ""
 
-    def entry(self, op: str, *, drops: bool = False, biased: bool = False, unfused: bool = False) -> Kernel | None:
-        """Return the first kernel that names an operation, if one does."""
+    def entry(self, op: str, **traits: bool) -> Kernel | None:
+        """Return the first kernel that names an operation, if one does, among those of operations with its traits."""
         for kernel in self.kernels:
-            is_its = kernel.drops <= drops and kernel.biased <= biased and kernel.unfused <= unfused
+            is_its = all(traits.get(trait) or not getattr(kernel, trait) for trait in _TRAITS)
             if is_its and any(fnmatchcase(op, pattern) for pattern in kernel.ops):
                 return kernel
         return None

@@ -148,6 +148,8 @@ class ModelSpec:
     embedding_scale: float = option(1.0, config="embedding_multiplier")  # beside that root
     residual_scale: float = option(1.0, config="residual_multiplier")  # of what attention and MLPs add
     logit_divisor: float = option(1.0, config="logits_scaling")
+    logit_cap: float | None = option(None, config="final_logit_softcapping")  # to which a tanh squeezes numbers
+    score_cap: float | None = option(None, config="attn_logit_softcapping")
     drops_embeddings: bool = option(True)  # where numbers of hidden states are dropped
     router: Router | None = option(None)  # of experts; None is the softmax of the chosen logits
     shared_ffn: int = option(0)  # the width of an MLP beside the experts, through which all tokens go
@@ -179,6 +181,7 @@ class ModelSpec:
             (0 < self.rotary_fraction <= 1, "rotary_fraction", f"must lie in (0, 1], not {self.rotary_fraction}"),
             *in_range(self, "rotary_theta", "window", low=1),
             *in_range(self, "query_scalar", "embedding_scale", "residual_scale", "logit_divisor", positive=True),
+            *in_range(self, "logit_cap", "score_cap", positive=True),
             *in_range(self, "norm_offset", low=0),
             (self.qk_norm_over == "head" or rms, "qk_norm_over", whole),
             (pairs, "head_dim", odd),

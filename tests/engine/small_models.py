@@ -59,6 +59,7 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
         "order": "local/unrotated",
     },
     "scaled embeddings, residuals and logits": {"embedding_scale": 3.0, "residual_scale": 0.4, "logit_divisor": 2.0},
+    "capped scores and logits": {"score_cap": 0.3, "logit_cap": 0.4, "window": WINDOW},
     "norms behind": {"norm_place": "after"},
     "norms before and behind": {"norm_place": "both", "norm": "layer"},
     "one more than the weights of norms": {"norm_offset": 1.0, "qk_norm": True},

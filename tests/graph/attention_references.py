@@ -53,6 +53,23 @@ def reference_attention(window: int | None, *, sees_all: bool = False) -> Refere
     return attend
 
 
+def reference_scaled(scale: float) -> Reference:
+    """Attention whose queries are scaled beforehand instead."""
+    plain = reference_attention(None)
+    return lambda query, *rest: plain(query * (scale * math.sqrt(rest[-1]["head_dim"])), *rest)
+
+
+def reference_capped(cap: float) -> Reference:
+    """Attention in steps, with scores between a number and its negative."""
+
+    def attend(q: Any, k: Any, v: Any, at: Any, key_at: Any, sizes: Sizes) -> tuple[Any, Any]:
+        scores = cap * torch.tanh(torch.einsum("bskgd,btkd->bskgt", q, k) / math.sqrt(sizes["head_dim"]) / cap)
+        scores = scores.masked_fill((at[:, None] < key_at)[None, :, None, None], -math.inf)
+        return torch.einsum("bskgt,btkd->bskgd", scores.softmax(-1), v), scores.logsumexp(-1)
+
+    return attend
+
+
 def reference_sinks(plain: Reference) -> Reference:
     """Let a sink join the sum of each query: what is mixed shrinks by the share of the keys."""
 

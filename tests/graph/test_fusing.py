@@ -166,6 +166,16 @@ def fused_by(layer: Block, *kernels: Kernel) -> dict[str, FusedOps]:
     return {group.ops[0]: group for group in fuse(Flow(dict(layer.tensors), layer.ops), table_of(*kernels))}
 
 
+@pytest.mark.parametrize("table", ["torch_engine", "torch_engine_gpu"])
+def test_capped_scores_are_written_and_capped_logits_are_made_again(table: str, graph_of: GraphOf):
+    plain, capped = (graph_of(tiny(score_cap=cap, logit_cap=cap), table) for cap in (None, 0.4))
+    (flash, rows), cap = (group_of(graph.block("layer"), "attend").kernel for graph in (plain, capped)), "logit_cap"
+    assert flash.score_bytes.forward == 0 < rows.score_bytes.forward < rows.score_bytes.backward
+    assert rows.skips_masked and "shifted" in group_of(capped.block("head"), cap).ops
+    kept = [{save.storage for save in graph.block("head").saved} for graph in (plain, capped)]
+    assert kept[0] == kept[1] and "unembed" in kept[0]
+
+
 def test_an_operation_without_an_entry_keeps_what_its_gradient_reads(llama: ModelSpec, graph_of: GraphOf):
     layer = graph_of(llama, "torch_cuda").block("layer")
     flow, fused = Flow(dict(layer.tensors), layer.ops), tuple(fused_by(layer).values())

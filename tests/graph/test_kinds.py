@@ -25,7 +25,7 @@ from autoshard.graph.kinds.linear import Deliver, Einsum
 from autoshard.graph.kinds.norm import MeanSquare, Norm, Rescale, Softmax
 from autoshard.graph.kinds.opaque import Opaque
 from autoshard.graph.kinds.optimizer import AdamW, ClipScale, Sgd, SquareSum
-from autoshard.graph.kinds.pointwise import Add, Cast, ClampedGlu, Function, Multiply, Reduce, ScaleBy, Unary
+from autoshard.graph.kinds.pointwise import Add, Cast, ClampedGlu, Function, Multiply, Reduce, ScaleBy, SoftCap, Unary
 from autoshard.graph.kinds.router import RouterBalance, RouterLoad, RouterZ
 from autoshard.graph.kinds.sinks import SinkAttend
 from autoshard.graph.op import DIMS, Array, Call, Differentiable, Dims, Op, OpKind
@@ -34,9 +34,11 @@ from tests.graph.attention_references import (
     Reference,
     Sizes,
     reference_attention,
+    reference_capped,
     reference_drop,
     reference_dropping,
     reference_rotary,
+    reference_scaled,
     reference_sinks,
 )
 from tests.graph.choosing_references import (
@@ -216,16 +218,6 @@ def encoding(window: int | None = None) -> Case:
     return Case(Attend(window=window, sees_all=True), attention().inputs, reference, draw_attention)
 
 
-def scaled_attention(scale: float) -> Case:
-    """Attention whose queries are scaled beforehand instead."""
-    plain = reference_attention(None)
-
-    def reference(query: Any, *rest: Any) -> Any:
-        return plain(query * (scale * math.sqrt(rest[-1]["head_dim"])), *rest)
-
-    return Case(Attend(scale=scale), attention().inputs, reference, draw_attention)
-
-
 def with_sinks(case: Case) -> Case:
     """The attention of a case with a number for each query head, which joins the sums of its softmax."""
     assert isinstance(case.kind, Attend) and case.draw
@@ -309,10 +301,12 @@ CASES: Mapping[str, Case] = {
     ),
     "attend to all": encoding(),
     "attend to both sides in a window": encoding(window=2),
-    "attend with another scale": scaled_attention(0.3),
+    "attend with another scale": Case(Attend(scale=0.3), attention().inputs, reference_scaled(0.3), draw_attention),
     "sinks": with_sinks(attention()),
     "sinks of documents in a window": with_sinks(attention(window=2, apart=True)),
     "sinks of an attention that drops": with_sinks(attention(dropped=0.4)),
+    "capped attention": Case(Attend(cap=0.3), attention().inputs, reference_capped(0.3), draw_attention),
+    "soft cap": Case(SoftCap(cap=0.7, dtype="fp64"), (X,), lambda x, _: 0.7 * torch.tanh(x / 0.7)),
     "scale": Case(ScaleBy(factor=0.3), (X,), lambda x, _: 0.3 * x),
     "clamped glu": Case(ClampedGlu(limit=0.6, slope=1.7), (X, X), reference_clamped_glu(0.6, 1.7)),
     "attend to a document": attention(apart=True),
@@ -504,6 +498,8 @@ EXPECTED: Mapping[str, tuple[int, int]] = {  # matrix FLOPs, vector FLOPs
     ),
     **dict.fromkeys(("sinks", "sinks of documents in a window"), (2 * 2 * QK * 4, 5 * QK + Q * 4)),
     "sinks of an attention that drops": (2 * 2 * QK * 4, (5 + PHILOX_FLOPS + 1) * QK + Q * 4),
+    "capped attention": (2 * 2 * QK * 4, (5 + 3) * QK),
+    "soft cap": (0, 3 * TH),
     "clamped glu": (0, 8 * TH),
     "shift rows": (0, E * 23 * 17),
     **dict.fromkeys(("chosen bias", "chosen bias of those that found a slot"), (0, 2 * T * K * H)),
@@ -528,6 +524,7 @@ EXPECTED_BACKWARD: Mapping[str, tuple[int, int]] = {  # by label: the first oper
     "attend_gradient": (4 * 2 * QK * 4, (4 + 3) * QK),
     "choose_gradient": (0, 8 * T * E),
     "clamped_glu_gradient": (0, 16 * TH),
+    "soft_cap_gradient": (0, 4 * TH),
     "chosen_bias_gradient": (0, 4 * T * K * H),
     "sink_attend_gradient": (4 * 2 * QK * 4, (4 + 3) * QK + 2 * Q * 4),
     "sum_rows": (0, E * 23 * 17),

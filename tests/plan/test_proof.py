@@ -29,6 +29,7 @@ CASES = {
     "odd-vocab": ("gpt3-6.7b", "a100-80", 1, "tp=4,pp=2,dp=1,recompute=full"),
     "experts": ("mixtral-8x7b", "a100-80", 2, "tp=2,pp=1,ep=4,dp=8"),
     "sinks in a ring": ("gpt-oss-20b", "h100-80", 2, "tp=2,pp=1,cp=2,ep=4,dp=4"),
+    "capped scores in a ring": ("gemma2-9b", "h100-80", 1, "tp=2,pp=1,cp=2,dp=2"),
     "experts, trn1": ("mixtral-8x7b", "trn1.32xlarge", 4, "tp=8,pp=1,dp=16"),
     "chunks": ("qwen3-8b", "a100-80", 1, "tp=2,pp=2,dp=2,vp=3,schedule=interleaved"),
     "boundary": ("llama2-7b", "a100-80", 1, "tp=2,pp=2,dp=2,sp=false,boundary=[batch/dp, seq, hidden/tp]"),

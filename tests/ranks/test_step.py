@@ -61,6 +61,9 @@ CASES: Mapping[str, tuple[str, ModelSpec, Mapping[str, Any]]] = {
     "keys of norms of all heads on half of the ranks": ("tp=4,pp=1,dp=1", olmo2(num_kv_heads=2, vocab=32), {}),
     "two kinds of layers on two stages": ("tp=2,pp=2,dp=1,sp=true,stages=1/2", gemma(), {}),
     "two kinds of layers around a ring": ("tp=1,pp=1,cp=2,dp=2,zero=3,cp_order=zigzag", gemma(vocab=32), {}),
+    "capped scores around a ring, and capped parts of logits": (
+        "tp=2,pp=1,cp=2,dp=1,cp_order=zigzag", gemma(score_cap=0.3, logit_cap=0.4, vocab=32), {},
+    ),
     "narrow states on two stages": ("tp=2,pp=2,dp=1,sp=true,recompute=full", deepseek(qkv_bias=True), {}),
     "narrow states around a ring": ("tp=2,pp=1,cp=2,dp=1,zero=3", deepseek(window=3), {}),
     "values wider than keys around a ring": (

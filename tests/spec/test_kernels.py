@@ -49,7 +49,7 @@ def test_a_table_loads_under_its_own_name_and_cites_a_source_for_everything(name
     assert record.decode(Kernels, record.encode(table)) == table
     assert all(len(source) > 20 for source in (*table.sources.values(), *(kernel.source for kernel in table.kernels)))
     named = [  # another file's come after
-        (op, kernel.get("drops", False), kernel.get("biased", False), kernel.get("unfused", False))
+        (op, *(kernel.get(trait, False) for trait in ("drops", "biased", "unfused", "capped")))
         for kernel in own.get("kernels", ())
         for op in kernel["ops"]
     ]

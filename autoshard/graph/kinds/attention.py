@@ -2,13 +2,14 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import ClassVar, TypeAlias, TypeVar
+from dataclasses import dataclass, fields, replace
+from typing import Any, ClassVar, TypeAlias, TypeVar
 
 import numpy as np
 
 from autoshard.graph.kinds.dropout import DROPOUT_KEYS, PHILOX_FLOPS, keeps
 from autoshard.graph.kinds.indexing import document_positions
+from autoshard.graph.kinds.pointwise import CAP_FLOPS, CAP_SLOPE_FLOPS
 from autoshard.graph.op import Array, Call, Differentiable, Dims, GradientStep, OpKind, Output, Tensor, aligned
 from autoshard.spec.model_parts import RotaryScaling
 
@@ -184,23 +185,16 @@ class JoinGradient(OpKind):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Attend(Differentiable):
-    """Causal attention, unless it ``sees_all``; heads of queries are those of keys times group, so none is copied.
+class AttendOptions(OpKind):
+    """What an attention and its gradient share.
 
-    Inputs: queries, keys, values, positions of the queries and of the keys, and, if documents that share a sequence do
-    not see each other, where the document of each query starts. ``window`` limits how far it looks. FLOPs are
-    counted as if documents saw each other, which overstates them where they do not.
-
-    If it stands for layers that look differently far, ``windows`` says how many layers have which window, and time is
-    that of their mean; numbers are those of ``window``.
-
-    If probabilities are ``dropped``, three more inputs come last: the keys of the sequences, and the numbers of the
-    key/value heads and of the queries of their groups. ``scale`` is the factor of the scores, by default 1 over the
-    root of the width of a head. ``value_width`` is the dim along which the numbers of a value lie. What is ``biased``
-    or ``unfused`` skips no pair; a module's own code has the numbers, which are no input here.
+    ``window`` limits how far a query looks. If an attention stands for layers that look differently far, ``windows``
+    says how many layers have which window, and time is that of their mean; numbers are those of ``window``. ``scale``
+    is the factor of the scores, by default 1 over the root of the width of a head; a tanh squeezes them between ``cap``
+    and its negative, if it is given. ``value_width`` is the dim along which the numbers of a value lie. What is
+    ``biased`` or ``unfused`` skips no pair; a module's own code has the numbers, which are no input here.
     """
 
-    engines: ClassVar[tuple[str, ...]] = ("torch", "nxd")
     ring_dim: ClassVar[str] = KEYS_DIM
 
     window: int | None = None
@@ -211,6 +205,47 @@ class Attend(Differentiable):
     sees_all: bool = False  # what comes after a token as well, as far as the window
     biased: bool = False  # by a tensor with a number for each pair
     unfused: bool = False  # two products around a softmax, which hold all scores
+    cap: float | None = None
+
+    def drops(self) -> bool:
+        return bool(self.dropped)
+
+    def adds_bias(self) -> bool:
+        return self.biased
+
+    def holds_scores(self) -> bool:
+        return self.unfused
+
+    def caps_scores(self) -> bool:
+        return self.cap is not None
+
+    def whole_dims(self) -> Dims:
+        """Scores sum over the whole head, and their gradients over the whole value."""
+        return tuple(dict.fromkeys(("head_dim", self.value_width)))
+
+    def tied_dims(self) -> tuple[tuple[str, Dims], ...]:
+        """Keys lie on the ranks as queries do, and travel around the ring."""
+        return (("kv_seq", ("seq",)),)
+
+    def scores(self, call: Call, query: Array, key: Array) -> Array:
+        """Return the scores of all pairs, seen or not."""
+        scaled = np.einsum("bskgd,btkd->bkgst", query, key, optimize=True) * scale_of(self, call)
+        return scaled if self.cap is None else self.cap * np.tanh(scaled / self.cap)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attend(AttendOptions, Differentiable):
+    """Causal attention, unless it ``sees_all``; heads of queries are those of keys times group, so none is copied.
+
+    Inputs: queries, keys, values, positions of the queries and of the keys, and, if documents that share a sequence do
+    not see each other, where the document of each query starts. FLOPs are counted as if documents saw each other, which
+    overstates them where they do not.
+
+    If probabilities are ``dropped``, three more inputs come last: the keys of the sequences, and the numbers of the
+    key/value heads and of the queries of their groups.
+    """
+
+    engines: ClassVar[tuple[str, ...]] = ("torch", "nxd")
 
     @property
     def label(self) -> str:
@@ -233,29 +268,12 @@ class Attend(Differentiable):
             seen = seen & (key_positions >= starts[:, None, None, :, None])
         return seen
 
-    def drops(self) -> bool:
-        return bool(self.dropped)
-
-    def adds_bias(self) -> bool:
-        return self.biased
-
-    def holds_scores(self) -> bool:
-        return self.unfused
-
-    def whole_dims(self) -> Dims:
-        """Scores sum over the whole head, and their gradients over the whole value."""
-        return tuple(dict.fromkeys(("head_dim", self.value_width)))
-
-    def tied_dims(self) -> tuple[tuple[str, Dims], ...]:
-        """Keys lie on the ranks as queries do, and travel around the ring."""
-        return (("kv_seq", ("seq",)),)
-
     def evaluate(self, call: Call, *arrays: Array) -> tuple[Array, ...]:
         """Score, mask, normalise, mix the values; a query that sees no key gives zero, with the log of nothing."""
         query, key, value, *where = arrays
         where, drawn = where_and_draws(where, self.dropped)
         visible = self.visible(*where)
-        scores = np.where(visible, _scores(query, key) * scale_of(self, call), -np.inf)
+        scores = np.where(visible, self.scores(call, query, key), -np.inf)
         sees_any: Array = np.any(visible, axis=-1, keepdims=True)
         top = np.where(sees_any, scores.max(axis=-1, keepdims=True, initial=-np.inf), 0)
         powers = np.exp(scores - top)
@@ -270,35 +288,21 @@ class Attend(Differentiable):
         return 2 * call.elements(SCORES) * _width(call, self)
 
     def vector_flops(self, call: Call) -> int:
-        return (_SOFTMAX_FLOPS + _dropout_flops(self.dropped)) * call.elements(SCORES)
+        capped = CAP_FLOPS * self.caps_scores()
+        return (_SOFTMAX_FLOPS + capped + _dropout_flops(self.dropped)) * call.elements(SCORES)
 
     def gradient(self, inputs: Sequence[Tensor], needed: Sequence[int]) -> tuple[GradientStep, ...]:
         """One operation gives all three, from the inputs, the result and the saved denominator."""
         more = (f"in{number}" for number in range(len(("query", "key", "value", "positions", "keys")), len(inputs)))
         reads = ("d0", "in0", "in1", "in2", "in3", "in4", "out0", "out1", *more)
-        kind = AttendGradient(
-            window=self.window, windows=self.windows, dropped=self.dropped, scale=self.scale,
-            value_width=self.value_width, sees_all=self.sees_all, biased=self.biased,
-            unfused=self.unfused,
-        )  # fmt: skip
-        return (GradientStep(kind=kind, reads=reads, gives=(0, 1, 2)),)
+        return (GradientStep(kind=AttendGradient(**attention_options(self)), reads=reads, gives=(0, 1, 2)),)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AttendGradient(OpKind):
+class AttendGradient(AttendOptions):
     """The gradients of queries, keys and values."""
 
     engines: ClassVar[tuple[str, ...]] = ("torch",)
-    ring_dim: ClassVar[str] = KEYS_DIM
-
-    window: int | None = None
-    windows: Windows = ()
-    dropped: float = 0.0
-    scale: float | None = None
-    value_width: str = "head_dim"
-    sees_all: bool = False  # what comes after a token as well, as far as the window
-    biased: bool = False  # by a tensor with a number for each pair
-    unfused: bool = False  # two products around a softmax, which hold all scores
 
     def infer(self, inputs: Sequence[Tensor]) -> tuple[Output, ...]:
         dtype = inputs[1].dtype
@@ -308,36 +312,19 @@ class AttendGradient(OpKind):
             Output(dims=_values(_KEY, self), dtype=dtype, suffix="value"),
         )
 
-    def drops(self) -> bool:
-        return bool(self.dropped)
-
-    def adds_bias(self) -> bool:
-        return self.biased
-
-    def holds_scores(self) -> bool:
-        return self.unfused
-
-    def whole_dims(self) -> Dims:
-        """Scores sum over the whole head, and their gradients over the whole value."""
-        return tuple(dict.fromkeys(("head_dim", self.value_width)))
-
-    def tied_dims(self) -> tuple[tuple[str, Dims], ...]:
-        """Keys lie on the ranks as queries do, and travel around the ring."""
-        return (("kv_seq", ("seq",)),)
-
     def evaluate(self, call: Call, *arrays: Array) -> tuple[Array, ...]:
         """Rebuild the probabilities from the denominator, then apply the chain rule."""
         upstream, query, key, value, query_positions, key_positions, result, lse, *more = arrays
         starts, drawn = where_and_draws(more, self.dropped)
         visible = Attend(window=self.window, sees_all=self.sees_all).visible(query_positions, key_positions, *starts)
         mask = kept_scores(self.dropped, (query_positions, key_positions), drawn)
-        scale = scale_of(self, call)
-        exponent = _scores(query, key) * scale - lse.transpose(0, 2, 3, 1)[..., None]
-        probability = np.exp(np.where(visible, exponent, -np.inf))
+        scores = self.scores(call, query, key)
+        probability = np.exp(np.where(visible, scores - lse.transpose(0, 2, 3, 1)[..., None], -np.inf))
         d_value = np.einsum("bkgst,bskgd->btkd", probability * mask, upstream, optimize=True)
         d_probability = np.einsum("bskgd,btkd->bkgst", upstream, value, optimize=True) * mask
         mean = (upstream * result).sum(axis=-1).transpose(0, 2, 3, 1)[..., None]
-        d_scores = probability * (d_probability - mean) * scale
+        slope = 1.0 if self.cap is None else 1 - (scores / self.cap) ** 2
+        d_scores = probability * (d_probability - mean) * slope * scale_of(self, call)
         d_query = np.einsum("bkgst,btkd->bskgd", d_scores, key, optimize=True)
         d_key = np.einsum("bkgst,bskgd->btkd", d_scores, query, optimize=True)
         return d_query, d_key, d_value
@@ -348,24 +335,26 @@ class AttendGradient(OpKind):
 
     def vector_flops(self, call: Call) -> int:
         """The softmax again, from what was saved of it, and its slope."""
-        return (_SOFTMAX_GRADIENT_FLOPS + _dropout_flops(self.dropped)) * call.elements(SCORES)
+        capped = (CAP_FLOPS + CAP_SLOPE_FLOPS) * self.caps_scores()
+        return (_SOFTMAX_GRADIENT_FLOPS + capped + _dropout_flops(self.dropped)) * call.elements(SCORES)
 
 
-def _values(dims: Dims, kind: Attend | AttendGradient) -> Dims:
+def attention_options(kind: AttendOptions) -> dict[str, Any]:
+    """Return the options of an attention, by name."""
+    return {option.name: getattr(kind, option.name) for option in fields(AttendOptions)}
+
+
+def _values(dims: Dims, kind: AttendOptions) -> Dims:
     """Return the dims of a query or a key with the width of values in the place of that of heads."""
     return (*dims[:-1], kind.value_width)
 
 
-def _width(call: Call, kind: Attend | AttendGradient) -> int:
+def _width(call: Call, kind: AttendOptions) -> int:
     """Return how many numbers of a head two products sum over, or give: those of a key, and those of a value."""
     return call.sizes["head_dim"] + call.sizes[kind.value_width]
 
 
-def _scores(query: Array, key: Array) -> Array:
-    return np.einsum("bskgd,btkd->bkgst", query, key, optimize=True)
-
-
-def scale_of(kind: Attend | AttendGradient, call: Call) -> float:
+def scale_of(kind: AttendOptions, call: Call) -> float:
     """Return the factor of the scores of an attention."""
     return 1 / math.sqrt(call.sizes["head_dim"]) if kind.scale is None else kind.scale
 

@@ -13,6 +13,8 @@ from autoshard.spec.workload import Dtype
 Function = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "exp", "log", "negate"]
 _GELU_SLOPE = math.sqrt(2 / math.pi)  # derived: the tanh form of GELU matches the slope of erf at zero
 _GELU_CUBIC = 0.044715  # cited: Hendrycks and Gimpel, Gaussian Error Linear Units (arXiv 1606.08415)
+CAP_FLOPS = 3  # derived: a product on either side of a tanh
+CAP_SLOPE_FLOPS = 4  # derived: a product, a square, a difference, and the product with the gradient
 
 
 def _erf(x: Array) -> Array:
@@ -133,6 +135,49 @@ class ScaleBy(Differentiable):
     def gradient(self, inputs: Sequence[Tensor], needed: Sequence[int]) -> tuple[GradientStep, ...]:
         """Scale the gradient likewise."""
         return (GradientStep(kind=self, reads=("d0",), gives=(0,)),)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SoftCap(Differentiable):
+    """A tensor squeezed between a number and its negative: cap * tanh(x / cap), in a format that may be wider."""
+
+    engines: ClassVar[tuple[str, ...]] = ("torch",)
+    by_token: ClassVar[bool | None] = True
+    owns_result: ClassVar[bool] = True
+    flops_per_element: ClassVar[int] = CAP_FLOPS
+
+    cap: float
+    dtype: Dtype
+
+    def infer(self, inputs: Sequence[Tensor]) -> tuple[Output, ...]:
+        return (Output(dims=inputs[0].dims, dtype=self.dtype),)
+
+    def evaluate(self, call: Call, *arrays: Array) -> tuple[Array, ...]:
+        return (self.cap * np.tanh(arrays[0] / self.cap),)
+
+    def gradient(self, inputs: Sequence[Tensor], needed: Sequence[int]) -> tuple[GradientStep, ...]:
+        """The result says the slope."""
+        kind = SoftCapGradient(cap=self.cap, dtype=inputs[0].dtype)
+        return (GradientStep(kind=kind, reads=("d0", "out0"), gives=(0,)),)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SoftCapGradient(OpKind):
+    """The gradient of what was capped: inputs are that of the result, and the result."""
+
+    engines: ClassVar[tuple[str, ...]] = ("torch",)
+    by_token: ClassVar[bool | None] = True
+    owns_result: ClassVar[bool] = True
+    flops_per_element: ClassVar[int] = CAP_SLOPE_FLOPS
+
+    cap: float
+    dtype: Dtype
+
+    def infer(self, inputs: Sequence[Tensor]) -> tuple[Output, ...]:
+        return (Output(dims=inputs[1].dims, dtype=self.dtype),)
+
+    def evaluate(self, call: Call, *arrays: Array) -> tuple[Array, ...]:
+        return (arrays[0] * (1 - (arrays[1] / self.cap) ** 2),)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,12 +5,12 @@ from the rescaled result and denominator its gradients follow as without a sink.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
-from autoshard.graph.kinds.attention import Attend, AttendGradient
+from autoshard.graph.kinds.attention import Attend, AttendGradient, attention_options
 from autoshard.graph.op import Array, Call, GradientStep, OpKind, Output, Tensor
 
 _RESCALE_FLOPS = 1  # derived: a product for each number of the result
@@ -47,8 +47,13 @@ class SinkAttend(Attend):
     def gradient(self, inputs: Sequence[Tensor], needed: Sequence[int]) -> tuple[GradientStep, ...]:
         """The operation that gives the gradients of queries, keys and values gives that of the sinks as well."""
         (step,) = Attend.gradient(self, inputs, needed)
-        kind = SinkAttendGradient(**_options(step.kind))
-        return (GradientStep(kind=kind, reads=step.reads, gives=(*step.gives, len(inputs) - 1)),)
+        return (
+            GradientStep(
+                kind=SinkAttendGradient(**attention_options(self)),
+                reads=step.reads,
+                gives=(*step.gives, len(inputs) - 1),
+            ),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,17 +75,11 @@ class SinkAttendGradient(AttendGradient):
         return AttendGradient.vector_flops(self, call) + _SINK_GRADIENT_FLOPS * call.elements(call.inputs[0].dims)
 
 
-def _options(kind: object) -> dict[str, Any]:
-    """Return the options that an attention with sinks shares with one without."""
-    assert isinstance(kind, Attend | AttendGradient), f"{kind} is no attention"
-    return {option.name: getattr(kind, option.name) for option in fields(kind)}
-
-
 def without_sinks(kind: OpKind) -> OpKind:
     """Return the attention, or the gradient, that lacks the sinks of this one; other kinds as they are."""
     if isinstance(kind, SinkAttend):
-        return Attend(**_options(kind))
-    return AttendGradient(**_options(kind)) if isinstance(kind, SinkAttendGradient) else kind
+        return Attend(**attention_options(kind))
+    return AttendGradient(**attention_options(kind)) if isinstance(kind, SinkAttendGradient) else kind
 
 
 def with_sinks(mixed: Array, lse: Array, sink: Array) -> tuple[Array, Array]:

@@ -9,7 +9,7 @@ import torch
 
 from autoshard.engine.hf_names import HfNames, shapes_of
 from autoshard.graph.block import Block, OpGraph
-from autoshard.graph.decoder import decoder_graph
+from autoshard.graph.decoder import LOGITS, decoder_graph
 from autoshard.graph.kinds.attention import Rotary
 from autoshard.graph.kinds.experts import Dispatch
 from autoshard.graph.kinds.linear import Deliver
@@ -105,7 +105,7 @@ def _until_logits(block: Block) -> Sequence[Op]:
     if block.kind != "head":
         end = next(place for place, op in enumerate(ops) if block.carry_out in op.outputs)
         return ops[: end + 1]
-    ends = [place for place, op in enumerate(ops) if op.name == "unembed"]
+    ends = [place for place, op in enumerate(ops) if op.name in LOGITS]
     return ops[: ends[-1] + 1]  # the loss follows
 
 

@@ -42,9 +42,9 @@ ACTIVATIONS: Mapping[str, Activation] = {
     "relu": "relu",
     "relu2": "relu2",
 }
-# Fields of options that no model has until ModelSpec names them, with the values that switch them off. Some belong to
+# Fields of options, with the values that switch them off, where an architecture does not name them. Some belong to
 # related models: transformers would ignore them, and compute another model than the one that was meant.
-_SWITCHED_OFF: Mapping[str, tuple[object, ...]] = {
+UNMODELLED: Mapping[str, tuple[object, ...]] = {
     **dict.fromkeys(("add_cross_attention", "is_encoder_decoder", "use_bidirectional_attention"), (False, None)),
     "scale_attn_weights": (True, None),
     "scale_attn_by_inverse_layer_idx": (False, None),
@@ -61,4 +61,3 @@ _SWITCHED_OFF: Mapping[str, tuple[object, ...]] = {
     **dict.fromkeys(("q_lora_rank", "kv_lora_rank"), (None,)),
     **dict.fromkeys(("swiglu_limit", "swiglu_alpha"), (None,)),
 }
-UNMODELLED = {name: off for name, off in _SWITCHED_OFF.items() if name not in NAMED_FIELDS}

@@ -192,9 +192,20 @@ MODEL_TYPES: Mapping[str, ModelType] = {
             "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "vocab_size": 262208,
             "max_position_embeddings": 131072, "hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True,
             "attention_bias": False, "query_pre_attn_scalar": 256, "rope_theta": 1e6, "rope_local_base_freq": 1e4,
-            "sliding_window": 4096, "sliding_window_pattern": 6,
+            "sliding_window": 4096, "sliding_window_pattern": 6, "final_logit_softcapping": None,
         },
         window="pattern",
+    ),
+    "gemma2": ModelType(
+        architecture="Gemma2ForCausalLM",
+        fixed={"norm_place": "both", "norm_offset": 1.0, "scaled_embeddings": True},
+        defaults={
+            "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 8192,
+            "hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True, "attention_bias": False,
+            "query_pre_attn_scalar": 256, "sliding_window": 4096, "attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": 30.0,
+        },
+        window="by turns",
     ),
     "gpt_oss": ModelType(
         architecture="GptOssForCausalLM",

@@ -21,6 +21,7 @@ _SPELLED: Mapping[str, Mapping[str, str]] = {
         name: {"num_local_experts": "n_routed_experts"}
         for name in ("glm4_moe", "glm4_moe_lite", "dots1", "deepseek_v2", "deepseek_v3")
     },
+    "gemma2": {"hidden_act": "hidden_activation"},
     "gemma3_text": {"hidden_act": "hidden_activation"},
     "phi3": {"hidden_dropout": "resid_pdrop"},
     "starcoder2": {"rms_norm_eps": "norm_epsilon", "hidden_dropout": "residual_dropout"},
@@ -79,7 +80,7 @@ def _written(model: ModelSpec, name: str, kind: ModelType) -> Mapping[str, Any]:
     # An option that this architecture does not name is not written, so that the check of ``config_of`` refuses it.
     has = {*SHARED_DEFAULTS, *kind.defaults}
     named = {config: getattr(model, field.name) for config, field in NAMED_FIELDS.items() if config in has}
-    fields |= {config: number for config, number in named.items() if number}
+    fields |= {config: number for config, number in named.items() if number or kind.defaults.get(config)}
     if name == "gpt2":  # whose class drops a tenth of all that its config does not name
         fields |= {**named, "embd_pdrop": model.hidden_dropout}
     if name == "starcoder2" and model.hidden_dropout:

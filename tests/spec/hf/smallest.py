@@ -41,6 +41,7 @@ SMALLEST: dict[str, dict[str, Any]] = {
     },
     "minimax_m2": SIZES | {"num_attention_heads": 8, "num_local_experts": 8},
     "gemma3_text": {"hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 3},
+    "gemma2": SIZES,
     "olmo2": SIZES,
     "olmo3": SIZES,
     "smollm3": SIZES,

@@ -134,6 +134,7 @@ SLIDING = {"use_sliding_window": True, "sliding_window": 16}
         ("gemma3_text", {"sliding_window_pattern": 2, "rope_theta": 1e4}, {"kinds": (ALIKE,)}),
         ("gemma3_text", {"query_pre_attn_scalar": 16}, {"query_scalar": 16}),
         ("gemma3_text", {"query_pre_attn_scalar": 16, "head_dim": 16}, {"query_scalar": None}),
+        ("gemma3_text", {"final_logit_softcapping": 20}, {"logit_cap": 20, "score_cap": None}),
     ],
 )  # fmt: skip
 def test_the_options_of_each_family_reach_the_model(family: str, changes: dict[str, Any], expected: dict[str, Any]):
@@ -213,7 +214,7 @@ def test_layers_that_attend_to_a_window_turn_heads_by_a_base_of_their_own():
 @pytest.mark.parametrize(
     ("changes", "fields"),
     [
-        ({"final_logit_softcapping": 30.0}, ["final_logit_softcapping"]),
+        ({"final_logit_softcapping": 0}, ["final_logit_softcapping"]),
         ({"attn_logit_softcapping": 50.0}, ["attn_logit_softcapping"]),
         ({"use_bidirectional_attention": True}, ["use_bidirectional_attention"]),
         ({"rope_parameters": {"rope_type": "default"}}, ["rope_parameters.rope_type"]),

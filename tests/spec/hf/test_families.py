@@ -184,6 +184,22 @@ def test_olmoe_weighs_experts_by_the_softmax_of_all_and_norms_all_heads_together
     assert read("granitemoe").router is None and refused("olmoe", clip_qkv=8.0) == ["clip_qkv"]
 
 
+# ------------------------------------------------------------------------------------------------ Gemma 2
+
+
+def test_gemma2_caps_scores_and_logits_and_every_other_layer_attends_to_a_window():
+    model = read("gemma2")
+    assert (model.logit_cap, model.score_cap, model.order) == (30.0, 50.0, "local/layer/local")
+    assert {model.of_kind(name).window for name in model.layer_counts} == {4096, None}
+    plain = read("gemma2", final_logit_softcapping=None, attn_logit_softcapping=None)
+    assert (plain.logit_cap, plain.score_cap) == (None, None)
+    for spec in (model, plain):
+        config = config_of(spec)
+        assert spec_from_config(config, name="m", source="test") == spec and config["model_type"] == "gemma2"
+    for field in ("final_logit_softcapping", "attn_logit_softcapping"):
+        assert refused("gemma2", **{field: 0.0}) == refused("llama", **{field: 30.0}) == [field]
+
+
 # ---------------------------------------------------------------------------------- ERNIE, GLM-4 and StarCoder2
 
 

@@ -2,7 +2,8 @@
 
 A piece is computed by the kernel that torch has for the device, which writes no scores; some devices have none, or none
 for FP32. No mask is ever as large as the scores of a sequence: only without a kernel, where probabilities are dropped
-(a device's kernel would draw numbers of its own), and at the edge of a window, are a few rows masked at a time.
+(a device's kernel would draw numbers of its own), where a tanh caps scores, and at the edge of a window, are a few rows
+masked at a time.
 Documents that do not see each other need none: each is attended to on its own.
 """
 
@@ -169,6 +170,7 @@ class _Attention:
     dropped: float
     scale: float
     width: int
+    cap: float | None
 
     @classmethod
     def of(cls, call: Call, context: KernelContext, kind: Attend | AttendGradient) -> "_Attention":
@@ -177,8 +179,8 @@ class _Attention:
         dtype, length = formats.of(call.inputs[0].dtype), min(call.sizes["seq"], call.sizes["kv_seq"])
         if len(call.inputs) > _NUM_INPUTS[type(kind)]:
             length = 0
-        kernel = None if kind.dropped else fused(formats.device, dtype, width, length)
-        return cls(kernel, kind.window, kind.dropped, scale_of(kind, call), width)
+        kernel = None if kind.dropped or kind.cap else fused(formats.device, dtype, width, length)
+        return cls(kernel, kind.window, kind.dropped, scale_of(kind, call), width, kind.cap)
 
     def padded(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return tensors by head with zeros behind the numbers of each head, where a device's kernel asks for them."""
@@ -220,11 +222,14 @@ class _Attention:
             rearrange(tensor, _IN_GROUPS, kv_heads=key.shape[1])
             for tensor in (wide(upstream), wide(result), wide(query), lse)
         )
-        probability = (self._scores(query, key, seen) - denominators.unsqueeze(-1)).exp()
+        scores = self._scores(query, key, seen)
+        probability = (scores - denominators.unsqueeze(-1)).exp()
         drop = self._dropout(seen, drawn)
         d_value = einsum(drop(probability), up, _OVER_QUERIES)
         d_probability = drop(up @ rearrange(wide(value), _SHARED_COLUMNS))
         d_scores = probability * (d_probability - (up * out).sum(-1, keepdim=True)) * self.scale
+        if self.cap:
+            d_scores *= 1 - (scores.clamp_(min=-self.cap) / self.cap).square_()  # of what is masked it is 0
         d_query = rearrange(d_scores @ rearrange(wide(key), _SHARED), _OUT_OF_GROUPS)
         d_key = einsum(d_scores, rows, _OVER_QUERIES)
         return d_query.to(query.dtype), d_key.to(query.dtype), d_value.to(query.dtype)
@@ -244,7 +249,8 @@ class _Attention:
     def _scores(self, query: torch.Tensor, key: torch.Tensor, seen: VisiblePair) -> torch.Tensor:
         """Return scores by KV head and query of its group: [batch, kv_head, group, query, key]."""
         grouped = rearrange(wide(query), _IN_GROUPS, kv_heads=key.shape[1])
-        scores = grouped @ rearrange(wide(key), _SHARED_COLUMNS) * self.scale
+        scores = grouped @ rearrange(wide(key), _SHARED_COLUMNS) * (self.scale / (self.cap or 1))
+        scores = scores.tanh_().mul_(self.cap) if self.cap else scores
         rows, columns = (
             torch.arange(run.positions.start, run.positions.stop, device=query.device)
             for run in (seen.queries, seen.keys)

@@ -37,6 +37,8 @@ from autoshard.graph.kinds.pointwise import (
     Reduce,
     Repeat,
     ScaleBy,
+    SoftCap,
+    SoftCapGradient,
     Unary,
     UnaryGradient,
 )
@@ -68,6 +70,16 @@ _GRADIENTS: Mapping[Function, Callable[..., torch.Tensor]] = {
 def _multiply(kind: Multiply, call: Call, context: KernelContext) -> Kernel:
     dtype = context.formats.of(call.outputs[0].dtype)
     return lambda left, right: ((left * right).to(dtype),)
+
+
+def _soft_cap(kind: SoftCap, call: Call, context: KernelContext) -> Kernel:
+    dtype = context.formats.of(kind.dtype)
+    return lambda x: ((wide(x) / kind.cap).tanh_().mul_(kind.cap).to(dtype),)
+
+
+def _soft_cap_gradient(kind: SoftCapGradient, call: Call, context: KernelContext) -> Kernel:
+    dtype = context.formats.of(kind.dtype)
+    return lambda upstream, result: ((upstream * (1 - (wide(result) / kind.cap).square_())).to(dtype),)
 
 
 def _clamped_glu(kind: ClampedGlu, call: Call, context: KernelContext) -> Kernel:
@@ -286,6 +298,7 @@ register_kernels({
     Unary: lambda kind, call, context: lambda x: (_VALUES[kind.function](x),),
     UnaryGradient: lambda kind, call, context: lambda upstream, x: (_GRADIENTS[kind.function](upstream, x),),
     ScaleBy: lambda kind, call, context: lambda x: (x * kind.factor,),
+    SoftCap: _soft_cap, SoftCapGradient: _soft_cap_gradient,
     Multiply: _multiply, Add: _add, Reduce: _reduce, Repeat: _repeat, Cast: _cast,
     Norm: _norm, NormGradient: _norm_gradient, NormWeightGradient: _norm_weight_gradient,
     MeanSquare: _mean_square, MeanSquareGradient: _mean_square_gradient, Rescale: _rescale,
