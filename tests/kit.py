@@ -72,6 +72,10 @@ _FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "qwen3_moe": {
         "num_key_value_heads": 2, "head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True,
     },
+    "qwen2_moe": {
+        "num_key_value_heads": 2, "num_experts": 4, "num_experts_per_tok": 2, "shared_expert_intermediate_size": 40,
+        "mlp_only_layers": [0], "intermediate_size": 28,
+    },
     "glm4_moe": {
         "num_key_value_heads": 2, "head_dim": 8, "attention_bias": True, "use_qk_norm": True, "n_routed_experts": 8,
         "num_experts_per_tok": 2, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.5, "n_shared_experts": 2,
@@ -149,7 +153,16 @@ _FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "deepseek_v2": {**_LATENT, "q_lora_rank": None, "qk_nope_head_dim": 6, "topk_method": "group_limited_greedy"},
 }  # fmt: skip
 # Whose experts have a width of their own.
-_MIXTURES = ("ernie4_5_moe", "qwen3_moe", "glm4_moe", "glm4_moe_lite", "dots1", "deepseek_v2", "deepseek_v3")
+_MIXTURES = (
+    "ernie4_5_moe",
+    "qwen2_moe",
+    "qwen3_moe",
+    "glm4_moe",
+    "glm4_moe_lite",
+    "dots1",
+    "deepseek_v2",
+    "deepseek_v3",
+)
 SMALL_FAMILIES = tuple(_FAMILIES)
 # Models whose layers differ: some attend to a window alone, some have an MLP in the place of experts.
 DIFFERENT_LAYERS: tuple[tuple[str, dict[str, Any]], ...] = (

@@ -131,6 +131,12 @@ _CORRECTED_ROUTER: Names = (
     ("mlp.shared_experts.up_proj.weight", "ffn_shared hidden", "shared_up.weight"),
     ("mlp.shared_experts.down_proj.weight", "hidden ffn_shared", "shared_down.weight"),
 )
+_SHARED_GATED: Names = (
+    ("mlp.shared_expert.gate_proj.weight", "ffn_shared hidden", "shared_gate.weight"),
+    ("mlp.shared_expert.up_proj.weight", "ffn_shared hidden", "shared_up.weight"),
+    ("mlp.shared_expert.down_proj.weight", "hidden ffn_shared", "shared_down.weight"),
+    ("mlp.shared_expert_gate.weight", "router_group:0 hidden", "shared_logit.weight"),
+)
 _MINIMAX_BIAS = "e_score_correction_bias", "experts", "correction.weight"
 _PHI3_LAYER: Names = (
     *_norm("input_layernorm", "attn_norm"),
@@ -220,6 +226,7 @@ HF_NAMES: Mapping[str, Mapping[Form, Names]] = {
         for family, published, module, more in (
             ("mixtral", _EXPERTS_APART, _EXPERTS_STACKED, _LLAMA_ATTENTION),
             ("qwen3_moe", _EXPERTS_NAMED, _EXPERTS_STACKED, _LLAMA_ATTENTION + _LLAMA_MLP),
+            ("qwen2_moe", _EXPERTS_NAMED, _EXPERTS_STACKED, _LLAMA_ATTENTION + _LLAMA_MLP + _SHARED_GATED),
             ("glm4_moe", _EXPERTS_NAMED, _EXPERTS_STACKED, _LLAMA_ATTENTION + _LLAMA_MLP + _CORRECTED_ROUTER),
             ("dots1", _EXPERTS_NAMED, _EXPERTS_STACKED, _LLAMA_ATTENTION + _LLAMA_MLP + _CORRECTED_ROUTER),
             ("deepseek_v2", _EXPERTS_NAMED, _EXPERTS_STACKED, _LATENT_ATTENTION + _LLAMA_MLP + _CORRECTED_ROUTER),

@@ -108,8 +108,8 @@ class Block:
         return frozenset(name for name, dims in rows.items() if {"experts", "slots"} <= {*dims})
 
     def _routes(self, op: Op) -> bool:
-        """Whether a product makes a number of each expert for a token."""
-        return {*self.tensors[op.outputs[0]].dims} - {*self.tensors[op.inputs[0]].dims} == {"experts"}
+        """Whether a product makes a number of each expert for a token, or one by which an MLP beside them counts."""
+        return {*self.tensors[op.outputs[0]].dims} - {*self.tensors[op.inputs[0]].dims} <= {"experts"}
 
     @property
     def carry_in(self) -> str | None:

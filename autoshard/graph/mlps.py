@@ -12,6 +12,7 @@ from autoshard.spec.model import ModelSpec
 from autoshard.spec.workload import Workload
 
 SHARED = "ffn_shared"
+_TOKENS: Dims = ("batch", "seq")
 
 
 def emit_linear(b: BlockBuilder, name: str, x: str, out: Dims, contracted: Dims, *, bias: bool) -> str:
@@ -55,6 +56,9 @@ def mixture(b: BlockBuilder, model: ModelSpec, workload: Workload, x: str, *, se
     gate = emit_linear(b, "shared_gate", x, (SHARED,), ("hidden",), bias=model.mlp_bias)
     inner = b.deliver_as(_gated(b, model, gate, up, "shared_"), "shared_down_in")
     shared = emit_linear(b, "shared_down", inner, ("hidden",), (SHARED,), bias=model.mlp_bias)
+    if model.shared_gated:
+        logit = b.emit("shared_logit", Einsum(dims=_TOKENS), x, b.weight("shared_logit.weight", "hidden"))
+        shared = b.emit("shared_scale", Multiply(), shared, b.emit("shared_share", Unary(function="sigmoid"), logit))
     return b.deliver_as(b.emit("shared_add", Add(), routed, shared), "mlp_out")
 
 

@@ -92,7 +92,7 @@ class LayerKind:
         changes: dict[str, Any] = {"window": self.window} if self.window else {}
         if self.dense_ffn:
             changes |= {"ffn": self.dense_ffn, "num_experts": 0, "experts_per_token": 0}
-            changes |= {"shared_ffn": 0, "router": None, "router_bias": False}
+            changes |= {"shared_ffn": 0, "router": None, "router_bias": False, "shared_gated": False}
         if self.rotary_theta:
             changes |= {"rotary_theta": self.rotary_theta, "rotary_scaling": None}
         changes |= {"positions": self.positions} if self.positions else {}
@@ -153,6 +153,7 @@ class ModelSpec:
     drops_embeddings: bool = option(True)  # where numbers of hidden states are dropped
     router: Router | None = option(None)  # of experts; None is the softmax of the chosen logits
     shared_ffn: int = option(0)  # the width of an MLP beside the experts, through which all tokens go
+    shared_gated: bool = option(False)  # whose result each token counts by a sigmoid of its own
     latent: LatentAttention | None = option(None)
     sinks: bool = option(False)  # each query head has a learned number that joins the denominator of its softmax
     router_bias: bool = option(False)  # of the logits of experts
@@ -190,6 +191,7 @@ class ModelSpec:
             (experts == 0 or 2 <= experts <= MAX_EXPERTS, "num_experts", few),
             (min(1, experts) <= self.experts_per_token <= experts, "experts_per_token", chosen),
             *in_range(self, "shared_ffn", low=0, high=MAX_DIM),
+            (self.shared_ffn > 0 or not self.shared_gated, "shared_gated", "needs shared_ffn"),
             (experts > 0 or not self.shared_ffn, "shared_ffn", "stands beside experts. Leave it out of a dense model"),
             *(self.router.checks(experts, self.experts_per_token) if self.router else ()),
             *self._order_checks(),
@@ -374,6 +376,7 @@ class ModelSpec:
         router = self.num_experts * (self.hidden + self.router_bias)
         norms = (4 if self.norm_place == "both" else 2) * per_norm * self.hidden
         shared = (products + 1) * self.hidden * self.shared_ffn
+        shared += self.hidden * self.shared_gated
         shared += (products * self.shared_ffn + self.hidden) * (self.mlp_bias and self.shared_ffn > 0)
         return attention + max(1, self.num_experts) * self._mlp_parameters + shared + router + norms
 

@@ -96,6 +96,7 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "one expert per token": {**EXPERTS, "experts_per_token": 1},
     "experts by scores that sum to less than one": {**EXPERTS, "router": Router(normalised=False, scale=2.0)},
     "corrected experts in groups, and one for all tokens": {**EXPERTS, "router": GROUPED, "shared_ffn": 12},
+    "an MLP for all tokens by a share of each": {**EXPERTS, "shared_ffn": 12, "shared_gated": True},
     "experts and all else": {**EXPERTS, **BIASES, "norm": "layer", "qk_norm": True, "window": WINDOW},
 }
 

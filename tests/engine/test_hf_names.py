@@ -31,6 +31,7 @@ FLAGS: Mapping[str, tuple[str, ...]] = {
     ),
     **dict.fromkeys(("nemotron", "arcee", "jais2"), ("attention_bias", "mlp_bias", "tie_word_embeddings")),
     **dict.fromkeys(("olmoe", "granitemoe", "gpt_oss", "glm4", "seed_oss"), ("attention_bias", "tie_word_embeddings")),
+    "qwen2_moe": ("qkv_bias", "tie_word_embeddings"),
     **dict.fromkeys(("ernie4_5", "starcoder2"), ("use_bias", "tie_word_embeddings")),
 }
 
@@ -48,6 +49,9 @@ def experts(draw: st.DrawFn, family: str, layers: int) -> Mapping[str, Any]:
     if family == "ernie4_5_moe":
         config |= {"n_shared_experts": draw(st.integers(1, 3)), "intermediate_size": draw(small)}
         config |= {"moe_layer_start_index": draw(st.integers(0, 2)), "moe_layer_interval": draw(st.integers(1, 2))}
+    if family == "qwen2_moe":
+        config |= {"shared_expert_intermediate_size": draw(small), "intermediate_size": draw(small)}
+        config |= {"decoder_sparse_step": draw(st.integers(1, layers))}
     if family == "glm4_moe":
         config |= {"use_qk_norm": draw(st.booleans())}
     if family == "glm4_moe_lite":

@@ -41,7 +41,8 @@ def closed_form(model: ModelSpec, seq_len: int) -> int:
     for kind, count in model.layer_counts.items():
         layer = model.of_kind(kind)
         met = max(1, layer.experts_per_token) * layer.ffn + layer.shared_ffn
-        weights += count * ((3 if model.gated_mlp else 2) * met + layer.num_experts) * model.hidden
+        met = (3 if model.gated_mlp else 2) * met + layer.num_experts + layer.shared_gated
+        weights += count * met * model.hidden
     return 6 * weights + 6 * model.num_layers * model.num_heads * (model.head_dim + value_dim) * seq_len
 
 

@@ -171,6 +171,7 @@ UNARY: Mapping[Function, Reference] = {
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "relu": F.relu,
     "relu2": lambda x: F.relu(x).square(),
+    "sigmoid": torch.sigmoid,
     "exp": torch.exp,
     "log": torch.log,
     "negate": torch.neg,
@@ -246,6 +247,7 @@ CASES: Mapping[str, Case] = {
         for name, function in UNARY.items()
     },
     "multiply": Case(Multiply(), (X, X), lambda x, y, _: x * y),
+    "multiply by a number of each token": Case(Multiply(), (X, "batch seq"), lambda x, y, _: x * y[..., None]),
     "add": Case(Add(), (X, X), lambda x, y, _: x + y),
     "add a bias": Case(Add(), (X, "hidden"), lambda x, y, _: x + y),
     "subtract": Case(Add(sign=-1), (X, X), lambda x, y, _: x - y),
@@ -474,7 +476,7 @@ HEADS_PRODUCT = (2 * TH * 7 * 11 * 4, 0)
 EXPECTED: Mapping[str, tuple[int, int]] = {  # matrix FLOPs, vector FLOPs
     **dict.fromkeys(("a product with heads", "a product back from heads"), HEADS_PRODUCT),
     "a product per expert": (2 * E * 23 * 17 * H, 0),
-    **dict.fromkeys((*UNARY, "multiply", "scale", "sum", "cast"), (0, TH)),
+    **dict.fromkeys((*UNARY, "multiply", "multiply by a number of each token", "scale", "sum", "cast"), (0, TH)),
     **dict.fromkeys(("add", "add a bias", "subtract"), (0, TH)),
     "maximum": (0, T * 37),
     "softmax": (0, 4 * T * K),

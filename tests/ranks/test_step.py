@@ -73,6 +73,9 @@ CASES: Mapping[str, tuple[str, ModelSpec, Mapping[str, Any]]] = {
         "tp=2,pp=1,dp=2,ep=2,recompute=selective[up_projections,experts,shared_experts]",
         deepseek(vocab=32, shared_ffn=8, **MIXTRAL), {},
     ),
+    "an MLP beside experts, by a share of each token": (
+        "tp=2,pp=1,dp=2,ep=2", llama(vocab=32, shared_ffn=8, shared_gated=True, **MIXTRAL), {},
+    ),
     "narrow states of whole sequences": ("tp=4,pp=1,dp=1,sp=false", deepseek(vocab=32), {}),
     "four stages": ("tp=1,pp=4,dp=1,schedule=zb_h1", gpt(num_layers=4), {}),
     "sinks around a ring, states in pieces": ("tp=1,pp=1,cp=2,dp=1,zero=3,cp_order=zigzag", gpt_oss(), {}),

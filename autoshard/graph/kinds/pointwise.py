@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 import numpy as np
@@ -10,7 +10,7 @@ import numpy as np
 from autoshard.graph.op import Array, Call, Differentiable, Dims, GradientStep, OpKind, Output, Tensor, aligned
 from autoshard.spec.workload import Dtype
 
-Function = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "exp", "log", "negate"]
+Function = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "sigmoid", "exp", "log", "negate"]
 _GELU_SLOPE = math.sqrt(2 / math.pi)  # derived: the tanh form of GELU matches the slope of erf at zero
 _GELU_CUBIC = 0.044715  # cited: Hendrycks and Gimpel, Gaussian Error Linear Units (arXiv 1606.08415)
 CAP_FLOPS = 3  # derived: a product on either side of a tanh
@@ -40,6 +40,7 @@ _VALUES: Mapping[Function, Callable[[Array], Array]] = {
     "gelu_tanh": lambda x: 0.5 * x * (1 + _gelu_inner(x)),
     "relu": lambda x: np.maximum(x, 0),
     "relu2": lambda x: np.maximum(x, 0) ** 2,
+    "sigmoid": _sigmoid,
     "exp": np.exp,
     "log": np.log,
     "negate": np.negative,
@@ -50,6 +51,7 @@ _SLOPES: Mapping[Function, Callable[[Array], Array]] = {
     "gelu_tanh": _gelu_tanh_slope,
     "relu": lambda x: (x > 0).astype(x.dtype),
     "relu2": lambda x: 2 * np.maximum(x, 0),
+    "sigmoid": lambda x: _sigmoid(x) * (1 - _sigmoid(x)),
     "log": lambda x: 1 / x,
 }
 
@@ -97,7 +99,7 @@ class UnaryGradient(OpKind):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Multiply(Differentiable):
-    """The element-wise product of two tensors with the same dims."""
+    """The element-wise product of two tensors; the second is repeated along the dims it lacks."""
 
     engines: ClassVar[tuple[str, ...]] = ("torch", "nxd")
     by_token: ClassVar[bool | None] = True
@@ -105,15 +107,22 @@ class Multiply(Differentiable):
 
     def infer(self, inputs: Sequence[Tensor]) -> tuple[Output, ...]:
         left, right = inputs
-        assert left.dims == right.dims, f"cannot multiply {left} by {right}"
+        assert set(right.dims) <= set(left.dims), f"cannot multiply {left} by {right}"
         return (Output(dims=left.dims, dtype=left.dtype),)
 
     def evaluate(self, call: Call, *arrays: Array) -> tuple[Array, ...]:
-        return (arrays[0] * arrays[1],)
+        left, right = call.inputs
+        return (arrays[0] * aligned(arrays[1], right.dims, left.dims),)
 
     def gradient(self, inputs: Sequence[Tensor], needed: Sequence[int]) -> tuple[GradientStep, ...]:
-        """Each factor's gradient is the other factor times the upstream gradient."""
-        return tuple(GradientStep(kind=Multiply(), reads=("d0", f"in{1 - i}"), gives=(i,)) for i in needed)
+        """Each factor's gradient is the other factor times the upstream gradient, summed where it was repeated."""
+        steps = [GradientStep(kind=Multiply(), reads=("d0", f"in{1 - i}"), gives=(i,)) for i in needed]
+        over = tuple(dim for dim in inputs[0].dims if dim not in inputs[1].dims)
+        if over and 1 in needed:
+            steps[-1] = replace(steps[-1], gives=(None,))
+            summed = Reduce(function="sum", over=over)
+            steps.append(GradientStep(kind=summed, reads=(f"step{len(steps) - 1}",), gives=(1,)))
+        return tuple(steps)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -154,10 +154,12 @@ def _experts(reader: ConfigReader, kind: ModelType, ffn: int) -> dict[str, Any]:
     if has_no_experts(reader, kind):
         return {}
     chosen, shared = reader.whole("num_experts_per_tok"), "n_shared_experts" in kind.defaults
+    stated = "shared_expert_intermediate_size"
+    width = reader.whole(stated) if stated in kind.defaults else 0
     return {
         "num_experts": reader.whole("num_local_experts"),
         "experts_per_token": chosen,
-        "shared_ffn": reader.whole("n_shared_experts") * ffn if shared else 0,
+        "shared_ffn": reader.whole("n_shared_experts") * ffn if shared else width,
         "router": _router(reader, kind),
     }
 

@@ -52,14 +52,19 @@ def _stated_window(reader: ConfigReader, kind: ModelType) -> int | None:
         if reader.data.get("use_sliding_window") is not False:
             reader.only("sliding_window", (None,), f"{kind.architecture} attends to the whole sequence")
         return None
-    used = kind.window not in ("all layers if used", "some layers") or reader.read(bool, "use_sliding_window")
+    used = kind.window not in ("all layers if used", "some layers", "turns if used") or reader.read(
+        bool, "use_sliding_window"
+    )
     return reader.whole_or_null("sliding_window") if used else None
 
 
 def _local_layers(reader: ConfigReader, kind: ModelType, num_layers: int, window: int | None) -> list[bool]:
     """Say which layers attend to a window alone."""
     stated, from_one_on = reader.data.get("layer_types"), kind.window in ("some layers", "last layers")
-    mixed = from_one_on or kind.window in ("pattern", "by turns")
+    mixed = from_one_on or kind.window in ("pattern", "by turns", "turns if used")
+    if stated is None and window and kind.window == "turns if used":
+        last = reader.whole("max_window_layers", low=0)
+        return [number % 2 == 0 and number < last for number in range(num_layers)]
     if stated is None and kind.window in ("pattern", "by turns"):
         period = reader.whole("sliding_window_pattern") if kind.window == "pattern" else 2
         return [window is not None and (number + 1) % period != 0 for number in range(num_layers)]

@@ -28,7 +28,7 @@ _BLAMED: Mapping[str, tuple[str, ...]] = {
     "rotary_fraction": ("partial_rotary_factor", "rope_scaling", "rope_parameters"),
     "num_experts": ("num_local_experts",),
     "experts_per_token": ("num_experts_per_tok", "num_local_experts"),
-    "shared_ffn": ("n_shared_experts",),
+    "shared_ffn": ("n_shared_experts", "shared_expert_intermediate_size"),
     "scale": ("routed_scaling_factor",),
     **dict.fromkeys(("groups", "router.groups"), ("n_group", "num_local_experts")),
     **dict.fromkeys(("chosen_groups", "router.chosen_groups"), ("topk_group", "n_group", "num_local_experts")),

@@ -17,7 +17,10 @@ from typing import Any, Literal
 # softmax with a correction that is added for the choice (corrected softmax).
 RouterCode = Literal["chosen", "softmax", "groups", "corrected", "corrected softmax"]
 # Which layers attend to a window: of some and last layers those from max_window_layers on, if it is used or always.
-Window = Literal["none", "all layers", "all layers if used", "some layers", "last layers", "pattern", "by turns"]
+# If it is used, "turns if used" are layers by turns before max_window_layers.
+Window = Literal[
+    "none", "all layers", "all layers if used", "some layers", "last layers", "pattern", "by turns", "turns if used"
+]
 # Which layers turn no queries and keys: those of no_rope_layers, or those that attend to all tokens beside a window.
 Unrotated = Literal["none", "listed", "beyond the window"]
 # Config fields that are true or false, and the fields of ModelSpec that they set.
@@ -148,6 +151,19 @@ MODEL_TYPES: Mapping[str, ModelType] = {
         window="all layers if used",
         width="moe_intermediate_size",
         router="softmax",
+    ),
+    "qwen2_moe": ModelType(
+        architecture="Qwen2MoeForCausalLM",
+        fixed={"shared_gated": True},
+        defaults={
+            "max_position_embeddings": 32768, "num_key_value_heads": 16, "qkv_bias": True, "num_experts_per_tok": 4,
+            "shared_expert_intermediate_size": 5632, "sliding_window": 4096, "intermediate_size": 5632,
+            "mlp_only_layers": (), "decoder_sparse_step": 1, "norm_topk_prob": False,
+        },
+        window="turns if used",
+        width="moe_intermediate_size",
+        router="softmax",
+        flags={**FLAGS, "qkv_bias": ("qkv_bias",)},
     ),
     "glm4_moe": ModelType(
         architecture="Glm4MoeForCausalLM",

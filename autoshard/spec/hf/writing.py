@@ -16,6 +16,7 @@ from autoshard.spec.model_parts import RotaryScaling
 # Which of the ALIASES an architecture has; the others have the first name of every field.
 _SPELLED: Mapping[str, Mapping[str, str]] = {
     "gpt2": {name: others[0] for name, others in ALIASES.items()} | {"rms_norm_eps": "layer_norm_epsilon"},
+    "qwen2_moe": {"num_local_experts": "num_experts"},
     "qwen3_moe": {"num_local_experts": "num_experts"},
     **{
         name: {"num_local_experts": "n_routed_experts"}
@@ -108,6 +109,7 @@ def _router(model: ModelSpec, kind: ModelType) -> Mapping[str, Any]:
     return {
         **(limits if kind.router == "groups" else {}),
         "n_shared_experts": model.shared_ffn // model.ffn,
+        "shared_expert_intermediate_size": model.shared_ffn,
         "norm_topk_prob": router.normalised,
         "routed_scaling_factor": router.scale,
         "n_group": router.groups,
@@ -139,10 +141,12 @@ def _layers(model: ModelSpec, kind: ModelType) -> Mapping[str, Any]:
     window, fields = max((size or 0 for size in windows), default=0) or None, dict[str, Any]()
     if kind.window != "none":
         fields["sliding_window"] = window
-    if kind.window in ("some layers", "all layers if used"):
+    if kind.window in ("some layers", "all layers if used", "turns if used"):
         fields["use_sliding_window"] = window is not None
     if kind.window in ("pattern", "by turns"):
         fields |= {"sliding_window": window or 1, "layer_types": _layer_types(windows)}  # of no layer if there is none
+    if kind.window == "turns if used" and window:
+        fields["layer_types"] = _layer_types(windows)
     if "rope_local_base_freq" in kind.defaults:
         thetas = {spec.rotary_theta for spec in each_kind.values() if spec.window}
         fields |= {"rope_local_base_freq": thetas.pop()} if thetas else {}

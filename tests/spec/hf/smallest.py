@@ -26,6 +26,12 @@ SMALLEST: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 176,
         "num_experts": 8,
     },
+    "qwen2_moe": {
+        **{key: size for key, size in SIZES.items() if key != "intermediate_size"},
+        "num_attention_heads": 16,
+        "moe_intermediate_size": 176,
+        "num_experts": 8,
+    },
     "glm4_moe": {
         **{key: size for key, size in SIZES.items() if key != "intermediate_size"},
         "num_attention_heads": 8,

@@ -1,5 +1,6 @@
 """Families of models: their defaults are those of transformers, and what the code of one alone has."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -182,6 +183,27 @@ def test_olmoe_weighs_experts_by_the_softmax_of_all_and_norms_all_heads_together
     assert model.router == Router(normalised=False) and model.qk_norm_over == "all heads"
     assert read("granitemoe", residual_multiplier=0.22).residual_scale == 0.22
     assert read("granitemoe").router is None and refused("olmoe", clip_qkv=8.0) == ["clip_qkv"]
+
+
+# --------------------------------------------------------------------------------------------- Mixtures of Qwen2
+
+
+def test_mixtures_of_qwen2_count_an_mlp_of_its_own_width_by_a_share_of_each_token():
+    """The options of Qwen/Qwen1.5-MoE-A2.7B; windows are those of the class, which no published config uses."""
+    model = read("qwen2_moe", mlp_only_layers=[0], intermediate_size=24, shared_expert_intermediate_size=40)
+    assert (model.shared_ffn, model.shared_gated, model.qkv_bias) == (40, True, True)
+    assert (model.router, model.order, model.window) == (Router(normalised=False), "dense/layer*2", None)
+    assert (model.of_kind("dense").ffn, model.of_kind("dense").shared_gated) == (24, False)
+    shares = model.num_parameters - replace(model, shared_gated=False).num_parameters
+    assert shares == 2 * 64, "a number for each of the hidden state, in each layer with experts"
+    turns = read("qwen2_moe", use_sliding_window=True, sliding_window=5, max_window_layers=2)
+    assert turns.order == "local/layer*2" and turns.of_kind("local").window == 5
+    assert read("qwen2_moe", norm_topk_prob=True).router is None and not read("qwen2_moe", qkv_bias=False).qkv_bias
+    for spec in (model, turns):
+        config = config_of(spec)
+        assert spec_from_config(config, name="m", source="test") == spec and config["model_type"] == "qwen2_moe"
+    assert refused("qwen2_moe", shared_expert_intermediate_size=0) == ["shared_expert_intermediate_size"]
+    assert refused("qwen3_moe", shared_expert_intermediate_size=40) == ["shared_expert_intermediate_size"]
 
 
 # ------------------------------------------------------------------------------------------------ Gemma 2

@@ -51,6 +51,7 @@ _VALUES: Mapping[Function, Callable[..., torch.Tensor]] = {
     "gelu_tanh": partial(functional.gelu, approximate="tanh"),
     "relu": torch.relu,
     "relu2": lambda x: torch.relu(x).square(),
+    "sigmoid": torch.sigmoid,
     "exp": torch.exp,
     "log": torch.log,
     "negate": torch.neg,
@@ -61,6 +62,7 @@ _GRADIENTS: Mapping[Function, Callable[..., torch.Tensor]] = {
     "gelu_tanh": partial(_aten.gelu_backward, approximate="tanh"),
     "relu": lambda upstream, x: _aten.threshold_backward(upstream, x, 0),
     "relu2": lambda upstream, x: 2 * torch.relu(x) * upstream,
+    "sigmoid": lambda upstream, x: _aten.sigmoid_backward(upstream, x.sigmoid()),
     "exp": lambda upstream, x: upstream * x.exp(),
     "log": torch.div,
     "negate": lambda upstream, _: -upstream,
@@ -68,8 +70,9 @@ _GRADIENTS: Mapping[Function, Callable[..., torch.Tensor]] = {
 
 
 def _multiply(kind: Multiply, call: Call, context: KernelContext) -> Kernel:
-    dtype = context.formats.of(call.outputs[0].dtype)
-    return lambda left, right: ((left * right).to(dtype),)
+    left, right = call.inputs
+    dtype, lay = context.formats.of(call.outputs[0].dtype), laid_out(right.dims, left.dims)
+    return lambda x, y: ((x * lay(y)).to(dtype),)
 
 
 def _soft_cap(kind: SoftCap, call: Call, context: KernelContext) -> Kernel:
