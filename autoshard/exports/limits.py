@@ -1,7 +1,7 @@
 """The layout nearest to a candidate that a program can express, and in words what is lost on the way."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any, cast
@@ -13,9 +13,10 @@ from autoshard.plan.folding import fold_of_axes, folded_axes
 from autoshard.plan.plan import Plan
 from autoshard.plan.recompute import Recompute, stages_text
 from autoshard.spec.kernels import libraries_of, load_kernels, with_libraries
-from autoshard.spec.workload import Precision
+from autoshard.spec.workload import Precision, Workload
 
 _FULL = Recompute(kind="full")
+_USUAL: Mapping[str, Any] = {"optimizer": "adamw", "documents": "joined", "expert_capacity": None}
 _AXES = {"pp": "pipeline stages", "cp": "context parallelism", "ep": "experts over ranks", "tp": "tensor parallelism"}
 
 
@@ -29,11 +30,11 @@ class Difference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expressed:
-    """A plan's layout with a program's kernels: as planned, and as far as that program can express it."""
+    """A plan's layout with a program's kernels: as planned, and as far as that program can express it, as its work."""
 
     planned: Candidate
     candidate: Candidate
-    precision: str
+    workload: Workload
     differences: tuple[Difference, ...]
 
 
@@ -69,11 +70,7 @@ def expressed(plan: Plan, program: OtherProgram) -> Expressed:
     planned = change.candidate
     for step in _STEPS:
         step(change)
-    names = [Precision.named(text).name for text in program.limits.precisions]
-    precision = plan.workload.precision.name
-    if precision not in names:
-        change.differences.append(Difference(what=f"precision {precision}", instead=f"{names[0]}"))
-        precision = names[0]
+    work = _workload(change)
     change.differences.extend(_of_routers(change))
     if (scaling := plan.model.rotary_scaling) and not program.limits.says_rotation(plan.model):
         what = f"rotary frequencies scaled by {scaling.kind} (factor {scaling.factor:g})"
@@ -81,9 +78,27 @@ def expressed(plan: Plan, program: OtherProgram) -> Expressed:
     return Expressed(
         planned=planned,
         candidate=change.candidate,
-        precision=precision,
+        workload=work,
         differences=tuple(change.differences),
     )
+
+
+def _workload(change: _Rewriting) -> Workload:
+    """Return the nearest workload: that without what a program does not say, unless the user's script says it."""
+    work, limits = change.plan.workload, change.program.limits
+    names, planned = [Precision.named(text).name for text in limits.precisions], work.precision.name
+    if planned not in names:
+        base, *_ = planned.split(",")
+        nearest = base if base in names else names[0]
+        change.differences.append(Difference(what=f"precision {planned}", instead=nearest))
+        work = replace(work, precision=Precision.named(nearest))
+    for name, usual in _USUAL.items():
+        value = getattr(work, name)
+        if value != usual and name not in limits.workload and f"work.{name}" not in limits.unsaid:
+            instead = "no token is dropped" if usual is None else usual
+            change.differences.append(Difference(what=f"{name} {value}", instead=instead))
+            work = replace(work, **{name: usual})
+    return work
 
 
 def _of_routers(change: _Rewriting) -> Iterator[Difference]:

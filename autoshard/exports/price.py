@@ -15,7 +15,6 @@ from autoshard.plan.rules.rule import Rejection
 from autoshard.plan.verify import verify as reasons_against
 from autoshard.search.ask.what_if import request_of_plan
 from autoshard.search.bound.request import Request
-from autoshard.spec.workload import Precision
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +49,7 @@ def exported(plan: Plan, program: OtherProgram) -> ExportAnswer:
     request = request_of_plan(plan, calibration_of(plan))
     if expression.planned.kernels != plan.candidate.kernels:
         request = replace(request, calibration=None)  # the constants of the plan are those of its own kernels
-    work = replace(request.workload, precision=Precision.named(expression.precision))
+    work = expression.workload
     planned, unpriced = _priced(request, expression.planned, plan)
     as_run, why = _priced(replace(request, workload=work), expression.candidate, plan)
     same = expression.planned == expression.candidate and work == request.workload

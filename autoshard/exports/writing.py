@@ -46,11 +46,12 @@ def facts_of(plan: Plan, expressed: Expressed) -> Facts:
         "cluster.kv_replicas": max(1, layout.tp // model.num_kv_heads),
         "work.seq_len": work.seq_len,
         "work.global_batch": work.global_batch,
-        "work.precision": expressed.precision,
+        "work.precision": expressed.workload.precision.name,
         "model.label": model.name,
     }
     if model.num_experts:  # other programs count all ranks with other experts, of whichever axis
         facts["layout.ep"], facts["layout.etp"] = expert_mesh(layout)
+        facts |= {"work.expert_capacity": work.expert_capacity} if work.expert_capacity else {}
     facts |= {f"work.{name}": value for name, value in work.router_training.items()}
     return facts
 

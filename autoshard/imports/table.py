@@ -51,6 +51,7 @@ class Limits:
     cp_orders: tuple[str, ...] = ("zigzag",)
     sp: tuple[bool, ...] = (True, False)
     precisions: tuple[str, ...] = ("bf16",)
+    workload: tuple[str, ...] = ()  # of optimizer, documents and expert_capacity: those that a file says
     shards_with: tuple[str, ...] = ()  # axes beside which weights are always sharded
     lacks: Callable[[ModelSpec], tuple[str, ...]] = lambda model: ()  # traits of a model that it does not have
     unsaid: Mapping[str, str] = field(default_factory=dict[str, str])  # what the file does not hold -> where it stands

@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import cache
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings, strategies as st
@@ -212,6 +213,35 @@ def test_every_precision_of_a_program_is_read_again(program: str) -> None:
         assert not [change for change in found.differences if "precision" in change.what]
         question = imported(WRITTEN[program], plan, found)
         assert question.request.workload.precision == Precision.named(name)
+
+
+@pytest.mark.parametrize(("key", "value"), [("optimizer", "sgd"), ("documents", "separate"), ("expert_capacity", 1.5)])
+@pytest.mark.parametrize("name", WRITTEN)
+def test_work_that_a_file_does_not_say_is_named_unless_it_stands_in_the_script(
+    name: str, key: str, value: Any, tmp_path: Path
+) -> None:
+    cluster, layout = ("trn1.32xlarge", Candidate(tp=8, dp=4)) if name == "nxdt" else ("h100", Candidate(dp=8))
+    program, plan = WRITTEN[name], plan_at("mixtral-8x7b", layout, cluster=cluster)
+    usual, plan = plan.workload, replace(plan, workload=replace(plan.workload, **{key: value}))
+    expression = expressed(plan, program)
+    lost = [change.what for change in expression.differences if change.what == f"{key} {value}"]
+    if f"work.{key}" in program.limits.unsaid:
+        assert not lost and expression.workload == plan.workload
+    elif key in program.limits.workload:
+        path = tmp_path / f"run.{SUFFIXES[program.form]}"
+        path.write_text(text_of(program, plan, expression), encoding="utf-8")
+        assert not lost and getattr(expression.workload, key) == imported_run(str(path)).facts[f"work.{key}"] == value
+    else:
+        assert lost and expression.workload == usual, "so that the price is that of what will run"
+
+
+@pytest.mark.parametrize(
+    ("name", "precision"), [("accelerate", "bf16,gradients=bf16"), ("deepspeed", "bf16,products=fp8")]
+)
+def test_formats_that_a_program_has_not_become_the_nearest(name: str, precision: str) -> None:
+    expression = expressed(plan_at("llama3-8b", Candidate(dp=8), precision), WRITTEN[name])
+    assert expression.workload.precision.name == "bf16"
+    assert Difference(what=f"precision {precision}", instead="bf16") in expression.differences
 
 
 @pytest.mark.parametrize("over", ["batch", "sequence"])

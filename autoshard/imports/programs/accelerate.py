@@ -176,6 +176,8 @@ ACCELERATE = OtherProgram(
         unsaid={
             "model": "your script",
             "work.seq_len": "your script",
+            "work.documents": "your script",
+            "work.optimizer": "your script",
             "work.global_batch": "your script",
             "layout.mbs": "the batch size of your loader",
         },

@@ -134,7 +134,8 @@ DEEPSPEED = OtherProgram(
         sp=(False,),
         precisions=("bf16", "bf16,gradients=bf16", "fp16,gradients=fp16", "fp16,gradients=fp32", "fp32",
                     "bf16,gradients=bf16,masters=none,moments=bf16"),
-        unsaid={"model": "your script", "work.seq_len": "your script",
+        unsaid={"model": "your script", "work.seq_len": "your script", "work.documents": "your script",
+                "work.optimizer": "your script",
                 "layout.recompute": "torch.utils.checkpoint in your model"},
     ),
 )  # fmt: skip

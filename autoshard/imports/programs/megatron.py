@@ -340,6 +340,7 @@ MEGATRON = OtherProgram(
         zero_group=True,
         libraries=LIBRARIES,
         router_losses=True,
+        workload=("expert_capacity",),
         lacks=traits_without_flag,
         options=options_of_flags,
         says_rotation=says_rotation,

@@ -116,11 +116,6 @@ def name(keys: Keys) -> Facts:
     return {}
 
 
-def _capacity(keys: Keys) -> Facts:
-    factor = keys["moe_expert_capacity_factor"]
-    return {} if factor is None else {"work.expert_capacity": number(factor)}
-
-
 # Megatron's loss is divided by the number of chosen experts, and is 1 where experts are equally busy.
 _ROUTER = ("moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_router_topk")
 _TOP_K = 2  # megatron/training/arguments.py
@@ -242,7 +237,7 @@ EXPERTS = (
     same("num_experts", "model.num_local_experts"),
     same("moe_router_topk", "model.num_experts_per_tok"),
     alias("moe_ffn_hidden_size", "model.intermediate_size"),
-    read_only("moe_expert_capacity_factor", reads=_capacity),
+    same("moe_expert_capacity_factor", "work.expert_capacity", number),
     KeyEntry(keys=_ROUTER, reads=_router_losses, writes=_written_router_losses),
     same("moe_z_loss_coeff", "work.router_z_loss", number),
     *LAYERS,

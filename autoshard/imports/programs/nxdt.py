@@ -212,9 +212,11 @@ NXDT = OtherProgram(
         alias("moe.top_k", "model.num_experts_per_tok"),
         read_only("moe.output_router_logits", "moe.router_aux_loss_coef", reads=lambda keys: {"remarks": [_BALANCE]}
         if truth(keys.get("moe.output_router_logits")) and number(keys.get("moe.router_aux_loss_coef") or 0) else {}),
-        read_only("moe.capacity_factor", "moe.dropless", reads=lambda keys: {
+        KeyEntry(keys=("moe.capacity_factor", "moe.dropless"), reads=lambda keys: {
             "work.expert_capacity": None if truth(keys.get("moe.dropless")) else number(keys["moe.capacity_factor"])
-        } if keys.get("moe.capacity_factor") is not None else {}),
+        } if keys.get("moe.capacity_factor") is not None else {}, writes=lambda facts: {
+            "moe.capacity_factor": facts["work.expert_capacity"], "moe.dropless": False
+        } if "work.expert_capacity" in facts else {}),
         KeyEntry(
             keys=("activations_checkpoint_granularity", "activations_checkpoint_recompute"),
             reads=_recompute,
@@ -270,6 +272,7 @@ NXDT = OtherProgram(
         recompute=("none", "selective", "full"),
         cp_orders=("contiguous",),
         precisions=tuple(dict.fromkeys(PRECISIONS.values())),
+        workload=("expert_capacity",),
         unsaid={"model_config": "model.model_config, the path of the model's config.json",
                 "data": "data.train_dir and the rest of your recipe"},
     ),
