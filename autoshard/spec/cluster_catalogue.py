@@ -3,13 +3,14 @@
 import functools
 import math
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
-from autoshard.errors import Fault, InputError, in_range, nearest, require
+from autoshard.errors import Check, Fault, InputError, in_range, nearest, require
 from autoshard.spec.cluster import (
     FASTEST,
     LOCAL,
@@ -33,6 +34,7 @@ from autoshard.spec.record import decode
 
 # Of control groups, version 2 and version 1: docs.kernel.org/admin-guide/cgroup-v2.html, cgroup-v1/memory.html.
 _MEMORY_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+_LEAST, _LONGEST_HOP_S = 10**6, 0.1  # of all bytes and rates of a file, and of a latency
 _CATALOGUE = Path(__file__).parent / "clusters"
 ALIASES: Mapping[str, str] = {  # short name -> name; of several machines with a chip, the vendor's own
     "trn1": "trn1.32xlarge", "trn1n": "trn1n.32xlarge", "trn2": "trn2.48xlarge", "trn2u": "trn2u.48xlarge",
@@ -122,6 +124,7 @@ class NodeType:
         checks = (
             (bool(choices), "variants", "must hold at least one variant"),
             (distinct, "variants", "several variants must each have an lnc of their own"),
+            (self.name.isprintable(), "name", "must be one line of text"),
             (most is None or most >= self.chips_per_node, "max_chips_per_node", too_few),
             (self.kernels in kernels_names() or not self.kernels.strip(), "kernels", unknown),
             *source_checks(("max_chips_per_node",) if most is not None else (), self.sources),
@@ -254,11 +257,46 @@ def _read_node_type(path: Path) -> NodeType:
     faults = list[Fault]()
     data = _file_data(path, faults)
     try:
-        return decode(NodeType, data)
+        node_type = decode(NodeType, data)
+        require(*_unit_checks(node_type))
     except InputError as error:
         unknown = {fault.where for fault in faults}
-        placed = error.under(path).faults
+        placed = [replace(fault, where=_as_written(fault.where, path, data)) for fault in error.faults]
+        placed = InputError(placed).under(path).faults
         raise InputError([*faults, *(fault for fault in placed if fault.where not in unknown)]) from error
+    return node_type
+
+
+def _unit_checks(node_type: NodeType) -> Iterator[Check]:
+    """Check that numbers of a file are in the units of their names: people think of memory in gigabytes."""
+    chip, host = node_type.chip, "host_bandwidth_bytes_per_s"
+    for where, number, unit in (
+        ("chip.memory_bytes", chip.memory_bytes, "bytes"),
+        ("chip.memory_bandwidth_bytes_per_s", chip.memory_bandwidth_bytes_per_s, "bytes a second"),
+        ("chip.vector_flops_per_s", chip.vector_flops_per_s, "operations a second"),
+        *((f"chip.matrix_flops_per_s.{name}", rate, "operations a second")
+          for name, rate in chip.matrix_flops_per_s.items()),
+        ("host_memory_bytes", node_type.host_memory_bytes or _LEAST, "bytes"),
+        (host, node_type.host_bandwidth_bytes_per_s or _LEAST, "bytes a second"),
+        *((f"links[{at}].bandwidth_bytes_per_s", link.bandwidth_bytes_per_s, "bytes a second")
+          for at, link in enumerate(node_type.links)),
+    ):  # fmt: skip
+        giga, tera = f"{number:g}e9", f"{number:g}e12"
+        yield (
+            number >= _LEAST,
+            where,
+            f"{number:g} {unit} is too little. {giga} is that many billions, {tera} trillions",
+        )
+    for at, link in enumerate(node_type.links):
+        message = f"{link.latency_s:g} seconds is too long for one hop. {link.latency_s:g}e-6 is that many microseconds"
+        yield link.latency_s <= _LONGEST_HOP_S, f"links[{at}].latency_s", message
+
+
+def _as_written(where: str, path: Path, data: object) -> str:
+    """Return the place of a fault as a file states it: links over those of a base by their domain."""
+    stated, match = read_data(path), re.fullmatch(r"links\[(\d+)\](.*)", where)
+    by_domain = isinstance(stated, dict) and isinstance(cast(dict[str, Any], stated).get("links"), dict)
+    return f"links.{cast(Any, data)['links'][int(match[1])]['domain']}{match[2]}" if match and by_domain else where
 
 
 def _file_data(path: Path, faults: list[Fault], over: tuple[Path, ...] = ()) -> object:
