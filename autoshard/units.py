@@ -3,6 +3,7 @@
 import math
 
 GIB = 2**30
+DAY_S = 86_400
 
 _BYTES = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _TIMES = (  # below how many seconds, the unit, its name and its digits
@@ -56,6 +57,15 @@ def format_seconds(time_s: float, beside: float = 0) -> str:
     return f"{time_s / unit_s:.{digits}f} {unit}"
 
 
+def format_training(time_s: float) -> str:
+    """Print how long a training takes: in days from two on, else as other durations.
+
+    >>> format_training(30 * DAY_S), format_training(3.2 * 3600)
+    ('30.0 days', '3.20 h')
+    """
+    return f"{time_s / DAY_S:,.1f} days" if time_s >= 2 * DAY_S else format_seconds(time_s)
+
+
 def format_wait(time_s: float) -> str:
     """Print a time that somebody waits, as people say it: no parts of a second from ten on, and two units at most.
 
@@ -64,7 +74,7 @@ def format_wait(time_s: float) -> str:
     """
     if time_s < _SHORT_S:
         return format_seconds(time_s)
-    sizes = ((86_400, "d"), (3600, "h"), (60, "min"), (1, "s"))
+    sizes = ((DAY_S, "d"), (3600, "h"), (60, "min"), (1, "s"))
     first = next(place for place, (size_s, _) in enumerate(sizes) if round(time_s) >= size_s)
     (large_s, large), (small_s, small) = sizes[first], sizes[min(first + 1, 3)]
     count = round(time_s / small_s)

@@ -78,7 +78,7 @@ def _limits(plan: Plan, alternatives: Alternatives) -> list[Fact]:
     if fullest > 1:
         memory = f"is too small: the fullest rank needs {fullest:.0%} of what a plan may fill"
     elif less <= NOTHING:
-        memory = f"does not limit its speed: {uses}, and more memory would not make it faster"
+        memory = f"does not limit its speed: {uses}, and more memory would not make this layout faster"
     else:
         gain = f"with unlimited memory the same layout would take {format_seconds(unlimited_s)}, {less:.1%} less"
         memory = f"limits its speed: {uses}; {gain}"

@@ -26,7 +26,9 @@ from autoshard.report.words import (
     search_words,
     software_of,
     time_bar,
+    tokens_a_day,
     tokens_words,
+    training_words,
     zero_words,
 )
 from autoshard.spec.cluster import LOCAL, Cluster
@@ -44,7 +46,6 @@ _SIZES = {  # columns of memory where a line is short -> the parts that each add
     "weights": ("weights",), "grads": ("gradients",), "optim": ("masters", "optimizer"),
     "activ": ("activations", "logits"),
 }  # fmt: skip
-_DAY_S = 86_400
 _NO_GAIN = 5e-4  # share of a step that is printed as 0.0%
 _LEAST_SHARE = 0.005  # of the time that is worth a word
 _PLACE = ("rank", "layers", "nodes")  # columns of neighbouring pipeline ranks
@@ -226,7 +227,7 @@ def doubts(outside: Mapping[str, str], most: int | None = None) -> Iterator[Word
 
 def day_fact(plan: Plan, dollars: Node) -> Fact:
     """Say how many tokens a day trains on, and what it costs at which price."""
-    tokens = f"{tokens_words(prediction_of(plan).tokens_per_s * _DAY_S)}"
+    tokens = tokens_a_day(plan)
     if not plan.dollars:
         return Fact("day", tokens)
     usd = plan.dollars.price_usd_per_node_hour * 24 * plan.cluster.num_nodes
@@ -252,9 +253,7 @@ def total_words(plan: Plan, total_tokens: float) -> str:
 def total_cell(plan: Plan, total_tokens: float, times: float = 1.0) -> str:
     """Say the time and the dollars of all of the tokens alone, where steps take so many ``times`` what is predicted."""
     total = total_json(plan, total_tokens) or {}
-    time_s, usd = times * total["time_s"], total["usd"]
-    took = f"{time_s / _DAY_S:,.1f} days" if time_s >= 2 * _DAY_S else format_seconds(time_s)
-    return f"{took} and {format_dollars(times * usd)}" if usd is not None else took
+    return training_words(times * total["time_s"], total["usd"] and times * total["usd"])
 
 
 def time_sheet(figures: Node) -> Sheet:

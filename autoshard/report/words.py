@@ -11,7 +11,16 @@ from autoshard.plan.recompute import Recompute
 from autoshard.plan.verify import unrun_precision
 from autoshard.report.sheet import Part
 from autoshard.spec.kernels import load_kernels
-from autoshard.units import counted, format_at_most, format_bytes, format_change, format_seconds
+from autoshard.units import (
+    DAY_S,
+    counted,
+    format_at_most,
+    format_bytes,
+    format_change,
+    format_dollars,
+    format_seconds,
+    format_training,
+)
 
 TIME_WORDS = {
     "compute": "compute",
@@ -236,6 +245,21 @@ def tokens_words(count: float) -> str:
     ('15 trillion tokens', '1 token')
     """
     return f"{large_words(count)} {'token' if count == 1 else 'tokens'}"
+
+
+def training_words(time_s: float, usd: float | None) -> str:
+    """Write how long a training takes and, where a price is known, what it costs.
+
+    >>> training_words(30 * DAY_S, 1e6), training_words(3.2 * 3600, None)
+    ('30.0 days and $1,000,000', '3.20 h')
+    """
+    took = format_training(time_s)
+    return f"{took} and {format_dollars(usd)}" if usd is not None else took
+
+
+def tokens_a_day(plan: Plan) -> str:
+    """Write how many tokens a plan trains on in a day, as predicted."""
+    return tokens_words(prediction_of(plan).tokens_per_s * DAY_S)
 
 
 def kept_free_words(plan: Plan, of: str = "") -> str:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from autoshard.commands.output import print_answer, print_notes
-from autoshard.commands.writing.target import DAY_S, Target
+from autoshard.commands.writing.target import Target
 from autoshard.errors import InputError, NoPlan, inside
 from autoshard.plan.plan import Plan
 from autoshard.report.machines import MachineAnswer, machines_json, machines_sheets
@@ -16,7 +16,7 @@ from autoshard.search.ask.vendor.answer import step_s
 from autoshard.search.bound.request import Request
 from autoshard.spec.price import price_of_each
 from autoshard.spec.recipe import QuestionOptions
-from autoshard.units import counted, format_dollars
+from autoshard.units import counted, format_dollars, format_training
 
 _SIZES = tuple(2**exponent for exponent in range(11))  # nodes that are tried for a deadline or a budget
 # Costs go up and down by a tenth with the number of nodes: batches divide better or worse.
@@ -86,7 +86,7 @@ def sized(question: QuestionOptions, applied: Callable[[Request], Request], sear
         if not isinstance(plan, Plan):
             refused = refused or plan
             continue
-        days, usd = _cost(plan, tokens)
+        time_s, usd = _cost(plan, tokens)
         if to.budget_usd is not None and usd is None:
             why = f"no price of {plan.cluster.name} is known. Type yours: --price, dollars of a node hour"
             raise InputError.of("--budget", why)
@@ -96,8 +96,8 @@ def sized(question: QuestionOptions, applied: Callable[[Request], Request], sear
                 break
             continue
         met.append((request, plan))
-        if to.deadline_s is not None and days * DAY_S <= to.deadline_s:
-            return SizedRequest(request=request, why=_in_time(plan, days, to))
+        if to.deadline_s is not None and time_s <= to.deadline_s:
+            return SizedRequest(request=request, why=_in_time(plan, time_s, to))
     if met and to.deadline_s is None:
         why = "; ".join(filter(None, (_paid(met, tokens, to), unfinished)))
         return SizedRequest(request=_fastest(met)[0], why=why)
@@ -143,19 +143,18 @@ def _slow_end(plan: Plan) -> float:
 
 
 def _cost(plan: Plan, tokens: float) -> tuple[float, float | None]:
-    """Return how many days all tokens take, and what they cost."""
+    """Return how many seconds all tokens take, and what they cost."""
     assert plan.prediction, "every plan of a search is predicted"
-    days = tokens / plan.prediction.tokens_per_s / DAY_S
-    return days, plan.dollars and plan.dollars.usd_per_billion_tokens * tokens / 1e9
+    return tokens / plan.prediction.tokens_per_s, plan.dollars and plan.dollars.usd_per_billion_tokens * tokens / 1e9
 
 
-def _in_time(plan: Plan, days: float, to: Target) -> str:
+def _in_time(plan: Plan, time_s: float, to: Target) -> str:
     """Say that so many nodes meet the deadline, and whether they still do at the slow end of the prediction."""
     assert to.deadline_s, "asked only of a plan that is fast enough"
-    slow_days = days * _slow_end(plan)
-    missed = ", too late" if slow_days * DAY_S > to.deadline_s else ""
-    fewest = f"the fewest nodes, of 1, 2, 4 and so on, that meet {to.deadline}: {days:.1f} days"
-    return f"{fewest}; {slow_days:.1f} days at the slow end of the interval{missed}"
+    slow_s = time_s * _slow_end(plan)
+    missed = ", too late" if slow_s > to.deadline_s else ""
+    fewest = f"the fewest nodes, of 1, 2, 4 and so on, that meet {to.deadline}: {format_training(time_s)}"
+    return f"{fewest}; {format_training(slow_s)} at the slow end of the interval{missed}"
 
 
 def _missed(met: Sequence[tuple[Request, Plan]], tokens: float, cheapest: tuple[float, int] | None) -> str:
@@ -167,7 +166,7 @@ def _missed(met: Sequence[tuple[Request, Plan]], tokens: float, cheapest: tuple[
     if not met:
         return f"on no number of nodes up to {_SIZES[-1]} does a plan fit in memory"
     request, plan = _fastest(met)
-    days, usd = _cost(plan, tokens)
+    time_s, usd = _cost(plan, tokens)
     cost = f" for {format_dollars(usd)}" if usd is not None else ""
     place, need = counted(request.cluster.num_nodes, "node"), "needs" if request.cluster.num_nodes == 1 else "need"
-    return f"{place}, the fastest of those that were tried or paid, {need} {days:.1f} days{cost}"
+    return f"{place}, the fastest of those that were tried or paid, {need} {format_training(time_s)}{cost}"

@@ -12,8 +12,8 @@ from autoshard.errors import Faults, InputError, inside, require
 from autoshard.extensions import EXTENSIONS
 from autoshard.plan.codec import refuse_to_replace, save
 from autoshard.plan.plan import Plan
+from autoshard.units import DAY_S
 
-DAY_S = 86_400
 _MOST_TOKENS = 1e18  # ten thousand times what any model has read
 _REMEDY = "Type --force to replace it"
 

@@ -7,11 +7,10 @@ from autoshard.plan.plan import Plan
 from autoshard.report.answers import plan_words
 from autoshard.report.page.shown import ShownPlan
 from autoshard.report.sheet import Bar, Cell, Fact, Node, Table, Words, plain
-from autoshard.report.words import TIME_WORDS, layout_words, prediction_of, share_words, time_bar, tokens_words
+from autoshard.report.words import TIME_WORDS, layout_words, prediction_of, share_words, time_bar, tokens_a_day
 from autoshard.spec.cluster import LOCAL
 from autoshard.units import counted, format_at_most, format_bytes, format_count, format_dollars, format_seconds
 
-_DAY_S = 86_400
 _LIKE = ("vendor", "other", "fsdp")  # answers that are what people run
 _LEAST_SHARE = 0.005  # of a step: smaller parts of it are not compared
 _FACTOR = 1.5  # from which on a ratio is clearer than a percentage
@@ -28,7 +27,7 @@ def headline(shown: ShownPlan, figures: Node, run: Node) -> Words:
         return _run_sentence(run)
     cluster = plan.cluster
     place = "this machine" if cluster.name == LOCAL else f"{cluster.num_nodes} x {cluster.name}"
-    tokens = f"{tokens_words(predicted.tokens_per_s * _DAY_S)} a day"
+    tokens = f"{tokens_a_day(plan)} a day"
     usd = plan.dollars.price_usd_per_node_hour * 24 * cluster.num_nodes if plan.dollars else None
     costs = f" for {format_dollars(usd)}" if usd is not None else ""
     against = _against(plan, figures)
