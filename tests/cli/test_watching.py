@@ -41,8 +41,8 @@ def test_time_that_is_over_stops_a_search_that_says_so(typed: Typed, monkeypatch
     question = "plan --model tiny-llama --cluster local --time-limit 1 --global-batch 8"
     now_s, keep = [0.0], BestSolutions.keep
 
-    def kept_after_hours(best: BestSolutions, points: Points, found: StageFilling, values: Floats) -> None:
-        keep(best, points, found, values)
+    def kept_after_hours(best: BestSolutions, points: Points, found: StageFilling, values: Floats, **how: bool) -> None:
+        keep(best, points, found, values, **how)
         now_s[0] = 9e3
 
     monkeypatch.setattr(progress_module.time, "monotonic", lambda: now_s[0])
