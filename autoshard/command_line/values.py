@@ -83,7 +83,8 @@ def _mismatch(option: Option, raw: object) -> str:
     if option.repeats:
         values = "numbers" if option.kind == Mapping[str, float] else "text in quotes"
         return f"must map names to {values}, one `name: value` per line"
-    if isinstance(raw, dict | list | bool) and option.kind is not bool:
+    is_list_of_counts = option.kind == Counts and isinstance(raw, list)
+    if isinstance(raw, dict | list | bool) and option.kind is not bool and not is_list_of_counts:
         joined = _joined(raw) if option.kind is Pins else ""
         return f"expected a single value. Write {joined}" if joined else "expected a single value"
     if option.words and option.kind not in EXPECTED:

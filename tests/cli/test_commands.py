@@ -157,6 +157,7 @@ CONFIGS: list[tuple[object, list[str]]] = [
     ),
     ({"model": "tiny-llama", "json": "maybe", "top": True}, ["json: expected true or", "top: expected a single value"]),
     ({"model": 3, "cluster": "local"}, ["--model: '3' is not a known model"]),
+    ({"model": "tiny-llama", "nodes": [1, "two"]}, ["nodes: expected a whole number, or several like 4,8,16, found"]),
     (
         {"model": "tiny-llama", "schedule": {"shap": "cosine"}, "steps": 0, "data": {"sets": {"a": 0}}},
         ["schedule.shap: unknown key. Did you mean shape?", "data.sets.a: the weight must be", "steps: must be"],
