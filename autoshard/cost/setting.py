@@ -309,14 +309,16 @@ def block_cost(
     sent: dict[str, Number] = defaultdict(float)
     hidden: dict[str, Number] = defaultdict(float)
     scattered: Number = 0.0
+    num_sent: Number = 0  # messages, but those along which there is one rank
     for message, message_bytes in work.messages:
         ring, axis = rings[message.collective.atoms], axis_of_atoms(message.collective.atoms)
         parts, time_s = seconds[message.pass_], ring.busy_s(message.collective, message_bytes, eager=eager)
         started[message.pass_] = started[message.pass_] + ring.starts_s(message.collective)
         parts[axis] = parts[axis] + time_s
         sent[axis] = sent[axis] + ring.sent_bytes(message.collective, message_bytes)
+        num_sent = num_sent + (ring.size > 1)
         if message.collective.kind == "reduce_scatter":
-            scattered = scattered + message_bytes
+            scattered = scattered + message_bytes * (ring.size > 1)
         if work.hides_tp and axis == "tp" and message.collective.kind in IN_PIECES:
             hidden[message.pass_] = hidden[message.pass_] + work.hides_tp * (1 - 1 / ring.size) * time_s
     for pass_, most_s in hidden.items():
@@ -331,7 +333,7 @@ def block_cost(
         memory=work.memory,
         hidden_s=sum(hidden.values()),
         started_s=sum(started.values()) if eager else 0.0,
-        starts=sum(kernel.launches for _, kernel in work.kernels) + len(work.messages),
+        starts=sum(kernel.launches for _, kernel in work.kernels) + num_sent,
         scattered_bytes=scattered,
     )
 

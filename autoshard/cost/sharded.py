@@ -104,7 +104,8 @@ class CutBlocks:
 def alike_without(blocks: CutBlocks, atom: str) -> bool:
     """Say whether a lowering in which an atom cuts serves ranks along which there is but one, too.
 
-    It does not where what is gathered with the atom is only moved without it, and so is kept or sent otherwise.
+    It does not where what is gathered with the atom is only moved without it, and so is kept or sent otherwise; nor
+    where gradients that are scattered over the atom before they are added are added by a product without it.
     """
 
     def without_atom(cuts: Cuts) -> object:
@@ -112,13 +113,14 @@ def alike_without(blocks: CutBlocks, atom: str) -> bool:
         return frozenset((dim, cut) for dim, cut in remaining.items() if cut)
 
     def sent_and_kept(blocks: CutBlocks) -> Iterator[object]:
-        for sharding in (block.sharding for block in blocks.every()):
-            sent: Counter[object] = Counter()
+        for block in blocks.every():
+            sharding, sent = block.sharding, Counter[object]()
             for message in sharding.messages:
                 over = tuple(cut_atom for cut_atom in message.collective.atoms if cut_atom != atom)
                 if over and message.collective.kind != "slice":
                     sent[message.pass_, message.collective.kind, message.tensor, over, without_atom(message.cuts)] += 1
             yield sent
+            yield Counter(tuple(op.name for op in run.ops) for run, _ in block.sums)
             for cuts in (sharding.kept_cuts, sharding.input_cuts, sharding.waiting_cuts):
                 yield {name: frozenset(map(without_atom, layouts)) for name, layouts in cuts.items()}
 

@@ -10,8 +10,10 @@ from hypothesis import given, strategies as st
 
 from autoshard.cost.stages import StageOptions, price_stages
 from autoshard.cost.step import step_seconds
+from autoshard.plan.candidate import Candidate
 from autoshard.plan.explanation import Certificate
 from autoshard.plan.recompute import Recompute
+from autoshard.search.ask.planner import search
 from autoshard.search.bound.bounds import least_bytes, least_of_any, states_of
 from autoshard.search.bound.legal_space import RunVariant, legal_space
 from autoshard.search.bound.points import Points
@@ -171,3 +173,22 @@ def test_a_search_that_is_stopped_when_all_kinds_of_mesh_are_priced_has_nearly_t
     soon = pool.solutions[0].value
     pool.settle(1)
     assert soon < 1.01 * pool.solutions[0].value
+
+
+@pytest.mark.parametrize(
+    ("model", "cluster", "pins"),
+    [
+        ("olmo2-7b", "a100-80", "pp=2,mbs=1,schedule=1f1b,cp=1,recompute=none"),  # norms behind blocks
+        ("llama3-8b", "h100-80", "pp=4,mbs=1,schedule=1f1b,cp=1,zero=1,recompute=full,kernels=nanotron"),  # queues sums
+    ],
+)
+def test_a_lowering_that_serves_several_meshes_costs_what_that_of_each_plan_does(model: str, cluster: str, pins: str):
+    """Where one rank stands along an axis, nothing is scattered over it, and products add gradients."""
+    request = ask(model, cluster, nodes=2, global_batch=256, pins=pins)
+    solved = {Candidate.parse(layout.candidate): layout for layout in search(request).layouts}
+    assert {candidate.tp for candidate in solved} >= {1, 2}
+    for candidate, layout in solved.items():
+        prediction = request.plan(candidate, request.engines[0]).prediction
+        assert prediction, "every plan has one"
+        assert layout.step_time_s == pytest.approx(prediction.step_time_s, rel=1e-7)
+        assert layout.peak_bytes == pytest.approx(prediction.peak_bytes, abs=1)

@@ -90,7 +90,7 @@ def lowered_alike(
     """Yield layouts that share one lowering, in which groups of one rank send nothing, with their blocks.
 
     Experts and their slots may be cut over all but edp, so it matters which of these exceed 1; in models without
-    experts copies of keys may matter. Where tensors may be pinned, all atoms matter: ``apart``.
+    experts some of these may matter. Where tensors may be pinned, all atoms matter: ``apart``.
     """
     cuts = {atom: column > 1 for atom, column in atom_columns(question.model, space).items()}
     mixture = bool(question.model.num_experts)
@@ -102,7 +102,7 @@ def lowered_alike(
     always = [atom for atom in cuts if apart or (mixture and atom != "edp")]
     for similar in split(np.arange(space.num_layouts), [cuts[atom] for atom in always]):
         whole = lowered(similar)
-        mixed = "rep" not in always and "rep" in whole.atoms and not cuts["rep"][similar].all()
-        matter = [cuts["rep"]] if mixed and not alike_without(whole, "rep") else []
-        for group in split(similar, matter):
+        mixed = [atom for atom in cuts if atom not in always and atom in whole.atoms and not cuts[atom][similar].all()]
+        matter = [atom for atom in mixed if atom != "edp" and not alike_without(whole, atom)]
+        for group in split(similar, [cuts[atom] for atom in matter]):
             yield group, lowered(group)
