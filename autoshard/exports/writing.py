@@ -51,7 +51,8 @@ def facts_of(plan: Plan, expressed: Expressed) -> Facts:
     }
     if model.num_experts:  # other programs count all ranks with other experts, of whichever axis
         facts["layout.ep"], facts["layout.etp"] = expert_mesh(layout)
-        facts |= {"work.expert_capacity": work.expert_capacity} if work.expert_capacity else {}
+        capacity = expressed.workload.expert_capacity
+        facts |= {"work.expert_capacity": capacity} if capacity else {}
     facts |= {f"work.{name}": value for name, value in work.router_training.items()}
     return facts
 

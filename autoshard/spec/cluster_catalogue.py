@@ -269,24 +269,20 @@ def _read_node_type(path: Path) -> NodeType:
 
 def _unit_checks(node_type: NodeType) -> Iterator[Check]:
     """Check that numbers of a file are in the units of their names: people think of memory in gigabytes."""
-    chip, host = node_type.chip, "host_bandwidth_bytes_per_s"
-    for where, number, unit in (
-        ("chip.memory_bytes", chip.memory_bytes, "bytes"),
-        ("chip.memory_bandwidth_bytes_per_s", chip.memory_bandwidth_bytes_per_s, "bytes a second"),
-        ("chip.vector_flops_per_s", chip.vector_flops_per_s, "operations a second"),
-        *((f"chip.matrix_flops_per_s.{name}", rate, "operations a second")
-          for name, rate in chip.matrix_flops_per_s.items()),
-        ("host_memory_bytes", node_type.host_memory_bytes or _LEAST, "bytes"),
-        (host, node_type.host_bandwidth_bytes_per_s or _LEAST, "bytes a second"),
-        *((f"links[{at}].bandwidth_bytes_per_s", link.bandwidth_bytes_per_s, "bytes a second")
-          for at, link in enumerate(node_type.links)),
-    ):  # fmt: skip
-        giga, tera = f"{number:g}e9", f"{number:g}e12"
-        yield (
-            number >= _LEAST,
-            where,
-            f"{number:g} {unit} is too little. {giga} is that many billions, {tera} trillions",
-        )
+    chip, links = node_type.chip, enumerate(node_type.links)
+    sizes = {"chip.memory_bytes": chip.memory_bytes, "host_memory_bytes": node_type.host_memory_bytes}
+    flows = {
+        "chip.memory_bandwidth_bytes_per_s": chip.memory_bandwidth_bytes_per_s,
+        "host_bandwidth_bytes_per_s": node_type.host_bandwidth_bytes_per_s,
+        **{f"links[{at}].bandwidth_bytes_per_s": link.bandwidth_bytes_per_s for at, link in links},
+    }
+    rates = {f"chip.matrix_flops_per_s.{name}": rate for name, rate in chip.matrix_flops_per_s.items()}
+    rates |= {"chip.vector_flops_per_s": chip.vector_flops_per_s}
+    for numbers, unit in ((sizes, "bytes"), (flows, "bytes a second"), (rates, "operations a second")):
+        for where, number in numbers.items():
+            if number is not None:
+                scaled = f"{number:g}e9 is that many billions, {number:g}e12 trillions"
+                yield number >= _LEAST, where, f"{number:g} {unit} is too little. {scaled}"
     for at, link in enumerate(node_type.links):
         message = f"{link.latency_s:g} seconds is too long for one hop. {link.latency_s:g}e-6 is that many microseconds"
         yield link.latency_s <= _LONGEST_HOP_S, f"links[{at}].latency_s", message

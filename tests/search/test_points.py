@@ -175,18 +175,27 @@ def test_a_search_that_is_stopped_when_all_kinds_of_mesh_are_priced_has_nearly_t
     assert soon < 1.01 * pool.solutions[0].value
 
 
-@pytest.mark.parametrize(
-    ("model", "cluster", "pins"),
-    [
-        ("olmo2-7b", "a100-80", "pp=2,mbs=1,schedule=1f1b,cp=1,recompute=none"),  # norms behind blocks
-        ("llama3-8b", "h100-80", "pp=4,mbs=1,schedule=1f1b,cp=1,zero=1,recompute=full,kernels=nanotron"),  # queues sums
-    ],
-)
+ONE_LOWERING = [
+    ("olmo2-7b", "a100-80", "pp=2,mbs=1,schedule=1f1b,cp=1,recompute=none"),  # norms behind blocks
+    ("llama3-8b", "h100-80", "pp=4,mbs=1,schedule=1f1b,cp=1,zero=1,recompute=full,kernels=nanotron"),  # queues sums
+    ("olmo3-7b", "h100-80", "mbs=1"),
+    ("exaone4-32b", "h100-80", "mbs=1"),
+    ("gemma2-2b", "a100-80", "mbs=1"),
+    ("gemma3-4b", "a100-80", "mbs=1"),
+    ("qwen1.5-moe-a2.7b", "h100-80", "mbs=1"),
+    ("mixtral-8x7b", "h100-80", "pp=4,mbs=1,kernels=nanotron"),
+    ("nemotron4-15b", "h100-80", "mbs=1"),
+    ("llama3-8b", "h100-80", "mbs=1,kernels=mcore"),
+]
+
+
+@pytest.mark.parametrize(("model", "cluster", "pins"), rest_is_slow(ONE_LOWERING, 0, 1))
 def test_a_lowering_that_serves_several_meshes_costs_what_that_of_each_plan_does(model: str, cluster: str, pins: str):
     """Where one rank stands along an axis, nothing is scattered over it, and products add gradients."""
     request = ask(model, cluster, nodes=2, global_batch=256, pins=pins)
-    solved = {Candidate.parse(layout.candidate): layout for layout in search(request).layouts}
-    assert {candidate.tp for candidate in solved} >= {1, 2}
+    best = search(request).layouts[:3]  # those beyond have no cutting of their own
+    solved = {Candidate.parse(layout.candidate): layout for layout in best}
+    assert len(solved) == 3
     for candidate, layout in solved.items():
         prediction = request.plan(candidate, request.engines[0]).prediction
         assert prediction, "every plan has one"
