@@ -309,7 +309,7 @@ def block_cost(
     sent: dict[str, Number] = defaultdict(float)
     hidden: dict[str, Number] = defaultdict(float)
     scattered: Number = 0.0
-    num_sent: Number = 0  # messages, but those along which there is one rank
+    num_sent: Number = 0  # messages over more than one rank
     for message, message_bytes in work.messages:
         ring, axis = rings[message.collective.atoms], axis_of_atoms(message.collective.atoms)
         parts, time_s = seconds[message.pass_], ring.busy_s(message.collective, message_bytes, eager=eager)

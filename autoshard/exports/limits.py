@@ -30,7 +30,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expressed:
-    """A plan's layout with a program's kernels: as planned, and as far as that program can express it, as its work."""
+    """A plan's layout with a program's kernels: as planned, and as the program runs it, with its workload."""
 
     planned: Candidate
     candidate: Candidate
@@ -84,7 +84,7 @@ def expressed(plan: Plan, program: OtherProgram) -> Expressed:
 
 
 def _workload(change: _Rewriting) -> Workload:
-    """Return the nearest workload: that without what a program does not say, unless the user's script says it."""
+    """Return the workload that a program runs: what neither its file nor the user's script says has its usual value."""
     work, limits = change.plan.workload, change.program.limits
     names, planned = [Precision.named(text).name for text in limits.precisions], work.precision.name
     if planned not in names:

@@ -108,7 +108,7 @@ class Block:
         return frozenset(name for name, dims in rows.items() if {"experts", "slots"} <= {*dims})
 
     def _routes(self, op: Op) -> bool:
-        """Whether a product makes a number of each expert for a token, or one by which an MLP beside them counts."""
+        """Whether a product gives a token one number for each expert, or the share with which the shared MLP counts."""
         return {*self.tensors[op.outputs[0]].dims} - {*self.tensors[op.inputs[0]].dims} <= {"experts"}
 
     @property

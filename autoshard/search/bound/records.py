@@ -128,7 +128,7 @@ class BestSolutions:
     """The best solution of every layout under every choice of terms, beside the values of rivals of other spaces.
 
     A layout that is known early, by one look at a few of its points, sets no limit for other points: with such limits
-    less is searched, and the runners-up of the best layout are slower ones.
+    a search solves fewer points, and the runners-up that it shows are slower.
     """
 
     def __init__(self, rival_values: Sequence[float]) -> None:

@@ -18,7 +18,7 @@ from autoshard.search.fill.stage_options import ALL_RANGES
 
 _FEW = 4  # points of a kind that are looked at first, those that look fastest
 _MOST = 256  # while none fits in memory, or some that were not looked at may be faster
-_ROUGH = 1.06  # times what points take, which their rough seconds may say
+_ROUGH = 1.06  # by which factor the rough seconds of a point may exceed what it takes
 Sizes = Mapping[str, Any]  # by key: numbers, or columns of numbers
 
 
