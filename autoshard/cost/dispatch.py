@@ -4,7 +4,8 @@ from dataclasses import dataclass
 from math import comb
 
 from autoshard.spec.kernels import Kernels
-from autoshard.spec.model import ModelSpec, Router
+from autoshard.spec.model import ModelSpec
+from autoshard.spec.model_parts import Router
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

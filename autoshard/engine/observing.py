@@ -16,7 +16,7 @@ from autoshard.graph.router import BALANCE, Z, router_losses
 from autoshard.layout.program import Compute, Instruction, Value
 from autoshard.plan.plan import Plan
 from autoshard.run.reports import RouterReport
-from autoshard.spec.model import RouterScores
+from autoshard.spec.model_parts import RouterScores
 
 Noted = Literal["choices", "dropped"]
 

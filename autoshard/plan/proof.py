@@ -22,8 +22,8 @@ from autoshard.plan.plan import Plan
 from autoshard.plan.recompute import Recompute
 from autoshard.plan.tables import plan_blocks, plan_programs, step_graph_of, table_setting, with_strategies
 from autoshard.spec.mesh import Mesh
-from autoshard.spec.model import LayerKind, ModelSpec, Router
-from autoshard.spec.model_parts import LatentAttention, TracedDecoder
+from autoshard.spec.model import LayerKind, ModelSpec
+from autoshard.spec.model_parts import LatentAttention, Router, TracedDecoder
 from autoshard.spec.record import option
 from autoshard.spec.repeats import compress
 

@@ -7,58 +7,17 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 from autoshard.errors import in_range, inside, require
-from autoshard.spec.model_parts import MAX_DIM, LatentAttention, RotaryScaling, TracedDecoder
+from autoshard.spec.model_parts import MAX_DIM, MAX_EXPERTS, LatentAttention, RotaryScaling, Router, TracedDecoder
 from autoshard.spec.record import option
 from autoshard.spec.repeats import compress, expand_counts
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
-RouterScores = Literal["softmax", "sigmoid"]
 
 # Far above every published model, and low enough that a typing error cannot make planning take days.
 MAX_LAYERS = 10_000
-MAX_EXPERTS = 10_000
 LAYER = "layer"  # the kind of layers that the fields of a model describe
 OTHER_BLOCKS = ("embed", "head", "update", "module")  # names of blocks that are no layers
 _KIND_NAME = re.compile(r"[a-z][a-z0-9_]*")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Router:
-    """How a token's experts are chosen and weighted, where it is not the softmax of the logits that are chosen.
-
-    Experts lie in equally many ``groups``, and a token chooses within ``chosen_groups`` of them: those whose best
-    expert, or whose two best ones together, score most. A ``correction`` is a number for each expert, added to its
-    score for the choice alone; no gradient trains it. ``scale`` multiplies the weights.
-    """
-
-    scores: RouterScores = "softmax"  # over all experts
-    normalised: bool = True  # the weights of the chosen experts, so that they sum to one before the scale
-    scale: float = 1.0
-    groups: int = 1
-    chosen_groups: int = 1
-    group_score: Literal["best", "best two"] = "best"
-    correction: bool = False
-
-    def __post_init__(self) -> None:
-        limited = self.groups > 1
-        few = f"must lie below groups ({self.groups}), not be {self.chosen_groups}; without a limit both are 1"
-        require(
-            *in_range(self, "scale", positive=True),
-            *in_range(self, "groups", "chosen_groups", low=1, high=MAX_EXPERTS),
-            (self.chosen_groups < self.groups or self.groups == self.chosen_groups == 1, "chosen_groups", few),
-            (limited or self.group_score == "best", "group_score", "is only said of several groups"),
-        )
-
-    def checks(self, num_experts: int, experts_per_token: int) -> Iterator[tuple[bool, str, str]]:
-        """Yield what must hold of a model with this router."""
-        size, least = num_experts // self.groups, 2 if self.group_score == "best two" else 1
-        reachable = self.chosen_groups * size
-        uneven = f"{num_experts} experts do not lie in {self.groups} groups of equally many, {least} or more"
-        within = f"{self.chosen_groups} groups have {reachable} experts, and a token chooses {experts_per_token}"
-        yield num_experts > 0, "router", "needs experts. Leave it out of a dense model"
-        yield self != Router(), "router", "says what holds without it. Leave it out"
-        yield num_experts % self.groups == 0 and size >= min(least, num_experts), "router.groups", uneven
-        yield self.groups == 1 or reachable >= experts_per_token, "router.chosen_groups", within
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,7 @@
-"""Parts of a model with fields of their own: positions of heads, narrow states of keys and values, lines of code."""
+"""Parts of a model with fields of their own: positions of heads, narrow states, routers of experts, lines of code."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -9,6 +9,8 @@ from autoshard.errors import in_range, require
 from autoshard.spec.record import option
 
 MAX_DIM = 2**31 - 1  # the largest 32-bit index, which the accelerators' libraries use
+MAX_EXPERTS = 10_000  # far above every published model
+RouterScores = Literal["softmax", "sigmoid"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +72,45 @@ class LatentAttention:
             (self.rotary_dim % 2 == 0, "rotary_dim", f"must be even, not {self.rotary_dim}: pairs are turned"),
             *in_range(self, "norm_eps", positive=True),
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Router:
+    """How a token's experts are chosen and weighted, where it is not the softmax of the logits that are chosen.
+
+    Experts lie in equally many ``groups``, and a token chooses within ``chosen_groups`` of them: those whose best
+    expert, or whose two best ones together, score most. A ``correction`` is a number for each expert, added to its
+    score for the choice alone; no gradient trains it. ``scale`` multiplies the weights.
+    """
+
+    scores: RouterScores = "softmax"  # over all experts
+    normalised: bool = True  # the weights of the chosen experts, so that they sum to one before the scale
+    scale: float = 1.0
+    groups: int = 1
+    chosen_groups: int = 1
+    group_score: Literal["best", "best two"] = "best"
+    correction: bool = False
+
+    def __post_init__(self) -> None:
+        limited = self.groups > 1
+        few = f"must lie below groups ({self.groups}), not be {self.chosen_groups}; without a limit both are 1"
+        require(
+            *in_range(self, "scale", positive=True),
+            *in_range(self, "groups", "chosen_groups", low=1, high=MAX_EXPERTS),
+            (self.chosen_groups < self.groups or self.groups == self.chosen_groups == 1, "chosen_groups", few),
+            (limited or self.group_score == "best", "group_score", "is only said of several groups"),
+        )
+
+    def checks(self, num_experts: int, experts_per_token: int) -> Iterator[tuple[bool, str, str]]:
+        """Yield what must hold of a model with this router."""
+        size, least = num_experts // self.groups, 2 if self.group_score == "best two" else 1
+        reachable = self.chosen_groups * size
+        uneven = f"{num_experts} experts do not lie in {self.groups} groups of equally many, {least} or more"
+        within = f"{self.chosen_groups} groups have {reachable} experts, and a token chooses {experts_per_token}"
+        yield num_experts > 0, "router", "needs experts. Leave it out of a dense model"
+        yield self != Router(), "router", "says what holds without it. Leave it out"
+        yield num_experts % self.groups == 0 and size >= min(least, num_experts), "router.groups", uneven
+        yield self.groups == 1 or reachable >= experts_per_token, "router.chosen_groups", within
 
 
 PACKED_ROWS = "packed_rows"  # a dim of what goes from part to part

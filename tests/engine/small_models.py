@@ -11,9 +11,9 @@ from autoshard.graph.decoder import decoder_graph
 from autoshard.graph.kinds.indexing import random_document_starts
 from autoshard.graph.op import Array
 from autoshard.spec.kernels import load_kernels
-from autoshard.spec.model import LayerKind, ModelSpec, Router
+from autoshard.spec.model import LayerKind, ModelSpec
 from autoshard.spec.model_catalogue import load_model, model_names
-from autoshard.spec.model_parts import LatentAttention, RotaryScaling
+from autoshard.spec.model_parts import LatentAttention, RotaryScaling, Router
 from autoshard.spec.workload import Documents, Precision, Workload
 
 BATCH, SEQ = 3, 8

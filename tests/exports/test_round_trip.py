@@ -24,9 +24,8 @@ from autoshard.plan.plan import Plan
 from autoshard.plan.recompute import Recompute, parse_stages
 from autoshard.spec.cluster_catalogue import load_cluster
 from autoshard.spec.kernels import library_names, load_kernels
-from autoshard.spec.model import Router
 from autoshard.spec.model_catalogue import load_model
-from autoshard.spec.model_parts import RotaryScaling
+from autoshard.spec.model_parts import RotaryScaling, Router
 from autoshard.spec.recipe import Pins
 from autoshard.spec.record import options_on
 from autoshard.spec.workload import BalancedOver, Precision, Workload

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from autoshard.spec.model import Router
+from autoshard.spec.model_parts import Router
 
 torch: Any = pytest.importorskip("torch")
 Sizes = Mapping[str, int]

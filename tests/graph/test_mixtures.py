@@ -10,8 +10,9 @@ import pytest
 from autoshard.graph.decoder import decoder_graph
 from autoshard.graph.op import Array
 from autoshard.spec.kernels import load_kernels
-from autoshard.spec.model import ModelSpec, Router
+from autoshard.spec.model import ModelSpec
 from autoshard.spec.model_catalogue import load_model
+from autoshard.spec.model_parts import Router
 from autoshard.spec.workload import Precision, Workload
 from tests.graph.choosing_references import excess_of
 from tests.graph.test_against_transformers import InFloat64

@@ -15,7 +15,7 @@ from autoshard.imports.programs.megatron_stages import stages_of_layout
 from autoshard.imports.question import ImportOptions, imported_question
 from autoshard.imports.table import number, truth, whole_number, words
 from autoshard.plan.recompute import Recompute
-from autoshard.spec.model import Router
+from autoshard.spec.model_parts import Router
 from autoshard.spec.recipe import Pins
 
 NXDT = {"zero1": True}

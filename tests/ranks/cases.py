@@ -30,9 +30,9 @@ from autoshard.run.protocol import EngineMode, Run
 from autoshard.run.reports import Measured, RouterReport
 from autoshard.search.bound.request import Request
 from autoshard.spec.mesh import Mesh, axis_of_atoms
-from autoshard.spec.model import LayerKind, ModelSpec, Router
+from autoshard.spec.model import LayerKind, ModelSpec
 from autoshard.spec.model_catalogue import load_model
-from autoshard.spec.model_parts import LatentAttention, RotaryScaling
+from autoshard.spec.model_parts import LatentAttention, RotaryScaling, Router
 from autoshard.spec.training import AdamWConstants, Training
 from tests.kit import NOTHING, local_plan, local_request
 from tests.ranks.shares import Held, assemble, gradients_of, weights_of

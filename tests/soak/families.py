@@ -17,7 +17,8 @@ from autoshard.graph.router import BALANCE
 from autoshard.plan.candidate import Candidate
 from autoshard.run.protocol import EngineMode
 from autoshard.search.bound.request import Request, plan_at, rejections_of
-from autoshard.spec.model import ModelSpec, Router
+from autoshard.spec.model import ModelSpec
+from autoshard.spec.model_parts import Router
 from autoshard.spec.workload import Precision
 from tests.ranks.cases import (
     MIXTRAL,

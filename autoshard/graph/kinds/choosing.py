@@ -12,7 +12,7 @@ import numpy as np
 
 from autoshard.graph.kinds.experts import Choosing, Routed
 from autoshard.graph.op import Array, Call, Differentiable, GradientStep, OpKind, Output, Tensor, Update
-from autoshard.spec.model import Router, RouterScores
+from autoshard.spec.model_parts import Router, RouterScores
 
 TINY = 1e-20  # cited: transformers adds it to the sum of scores that it divides by
 

@@ -7,7 +7,7 @@ from typing import ClassVar
 import numpy as np
 
 from autoshard.graph.op import Array, Call, Differentiable, Dims, GradientStep, OpKind, Output, Tensor
-from autoshard.spec.model import RouterScores
+from autoshard.spec.model_parts import RouterScores
 
 _TOKENS = ("batch", "seq")
 CHOICES = ("batch", "seq", "choices")

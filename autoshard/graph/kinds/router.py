@@ -15,7 +15,7 @@ import numpy as np
 
 from autoshard.graph.kinds.choosing import scores_of
 from autoshard.graph.op import Array, Call, Differentiable, Dims, GradientStep, OpKind, Output, Tensor
-from autoshard.spec.model import RouterScores
+from autoshard.spec.model_parts import RouterScores
 from autoshard.spec.workload import BalancedOver
 
 

@@ -7,7 +7,8 @@ from typing import Any, Literal
 from autoshard.imports.programs.megatron_layers import LAYERS, said_options
 from autoshard.imports.programs.megatron_rotary import ROTARY, position_type
 from autoshard.imports.table import Facts, KeyEntry, Keys, alias, number, read_only, same, truth, whole_number, words
-from autoshard.spec.model import ModelSpec, Router
+from autoshard.spec.model import ModelSpec
+from autoshard.spec.model_parts import Router
 from autoshard.spec.record import options_on
 from autoshard.spec.workload import BalancedOver
 

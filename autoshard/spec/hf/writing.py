@@ -10,8 +10,8 @@ from autoshard.errors import InputError
 from autoshard.spec.hf.config import spec_from_config
 from autoshard.spec.hf.fields import ACTIVATIONS, ALIASES, NAMED_FIELDS
 from autoshard.spec.hf.types import MODEL_TYPES, SHARED_DEFAULTS, ModelType
-from autoshard.spec.model import ModelSpec, Router
-from autoshard.spec.model_parts import RotaryScaling
+from autoshard.spec.model import ModelSpec
+from autoshard.spec.model_parts import RotaryScaling, Router
 
 # Which of the ALIASES an architecture has; the others have the first name of every field.
 _SPELLED: Mapping[str, Mapping[str, str]] = {

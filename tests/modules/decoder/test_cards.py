@@ -15,8 +15,9 @@ from autoshard.modules.decoder.calls import taped
 from autoshard.modules.decoder.cards import card_match, card_of_config
 from autoshard.modules.decoder.reading import read_decoder
 from autoshard.modules.decoder.twins import NUM_DRAWS, Twin
-from autoshard.spec.model import ModelSpec, Router
+from autoshard.spec.model import ModelSpec
 from autoshard.spec.model_catalogue import load_config, load_model, model_names
+from autoshard.spec.model_parts import Router
 from tests.modules.decoder.decoders import EXPERTS
 from tests.slower import rest_is_slow
 

@@ -16,8 +16,8 @@ from autoshard.spec.hf.config import spec_from_config
 from autoshard.spec.hf.fields import ALIASES, UNMODELLED
 from autoshard.spec.hf.types import MODEL_TYPES
 from autoshard.spec.hf.writing import config_of
-from autoshard.spec.model import LayerKind, Router
-from autoshard.spec.model_parts import LatentAttention, RotaryScaling
+from autoshard.spec.model import LayerKind
+from autoshard.spec.model_parts import LatentAttention, RotaryScaling, Router
 from tests.spec.hf.smallest import SIZES, SMALLEST, faults, read, refused
 
 CARDS = {

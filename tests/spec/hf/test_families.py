@@ -15,7 +15,7 @@ from autoshard.spec.hf.fields import ACTIVATIONS, ALIASES
 from autoshard.spec.hf.types import MODEL_TYPES
 from autoshard.spec.hf.writing import config_of
 from autoshard.spec.kernels import load_kernels
-from autoshard.spec.model import Router
+from autoshard.spec.model_parts import Router
 from autoshard.spec.workload import Precision, Workload
 from tests.spec.hf.smallest import SMALLEST, faults, read, refused
 

@@ -7,7 +7,7 @@ from autoshard.engine.torch.kernels.kernel import Kernel, KernelContext, registe
 from autoshard.engine.torch.kernels.router import load_of
 from autoshard.graph.kinds.choosing import TINY, Choose, ChooseGradient, CorrectionStep, ExcessLoad
 from autoshard.graph.op import Call
-from autoshard.spec.model import Router
+from autoshard.spec.model_parts import Router
 
 Made = tuple[torch.Tensor, ...]
 

@@ -10,7 +10,7 @@ from autoshard.engine.torch.kernels.indexing import is_chosen
 from autoshard.engine.torch.kernels.kernel import Kernel, KernelContext, register_kernels, shape_of
 from autoshard.graph.kinds.router import RouterBalance, RouterBalanceGradient, RouterLoad, RouterZ, RouterZGradient
 from autoshard.graph.op import Call
-from autoshard.spec.model import RouterScores
+from autoshard.spec.model_parts import RouterScores
 
 
 def load_of(chosen: torch.Tensor, num_rows: int, num_experts: int, dtype: torch.dtype) -> torch.Tensor:
