@@ -258,6 +258,9 @@ def excesses_of(calibration: Calibration, plan: Plan) -> Mapping[str, tuple[str,
     distances = {feature: seen.distance(feature, features[feature]) for feature, seen in calibration.seen.items()}
     outside |= {feature: distance for feature, distance in distances.items() if distance}
     known_offs = {feature: seen.off for feature, seen in calibration.seen.items() if seen.off is not None}
+    if plan.model.has_linear_layers:
+        outside["attention"] = "linear"
+        known_offs["attention"] = departures().unknown  # as kernels of which no fit knows rows
     if load_kernels(plan.kernels).unmeasured and "kernels" in outside:
         words = outside["kernels"].removeprefix(plan.kernels)
         outside["kernels"] = f"{plan.kernels}, of which no fit knows rows on a device{words}"

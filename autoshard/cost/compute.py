@@ -72,13 +72,21 @@ class KernelWork:
 
     @classmethod
     def of(
-        cls, run: KernelRun, flops: tuple[Number, Number, Number], moved_bytes: Number, factors: Number = 0.0
+        cls,
+        run: KernelRun,
+        flops: tuple[Number, Number, Number],
+        moved_bytes: Number,
+        factors: Number = 0.0,
+        turns: int = 1,
     ) -> "KernelWork":
-        """Return the work of a kernel: its FLOPs of matrices, of attention and of vectors, and what it moves."""
+        """Return the work of a kernel: its FLOPs of matrices, of attention and of vectors, and what it moves.
+
+        It is launched so often for each of its ``turns``.
+        """
         matrix, attention, vector = flops
         return cls(
             matrix_flops=0.0 if run.products else matrix, products_flops=matrix if run.products else 0.0,
-            attention_flops=attention, vector_flops=vector, moved_bytes=moved_bytes, launches=run.launches,
+            attention_flops=attention, vector_flops=vector, moved_bytes=moved_bytes, launches=turns * run.launches,
             in_turn=bool(run.score_bytes), factors=factors, of_experts=run.pass_ if run.experts else "",
         )  # fmt: skip
 
@@ -98,6 +106,7 @@ def kernel_work(
     matrix: Number = 0.0
     attention: Number = 0.0
     vector: Number = 0.0
+    turns = -(-int(op_sizes[run.ops[0].name]["seq"]) // run.chunk) if run.chunk else 1
     factors = {name: op.name for op in run.ops if run.products and isinstance(op.kind, Einsum) for name in op.inputs}
     for op in run.ops:
         call = block.call(op, op_sizes[op.name])
@@ -113,7 +122,7 @@ def kernel_work(
     if run.score_bytes:
         moved = moved + run.score_bytes * math.prod(op_sizes[run.ops[0].name][dim] for dim in SCORES)
     num_factors = sum(block.tensors[name].num_elements(op_sizes[op]) for name, op in factors.items())
-    return KernelWork.of(run, (matrix, attention, vector), moved, num_factors)
+    return KernelWork.of(run, (matrix, attention, vector), moved, num_factors, turns)
 
 
 def kernel_time(work: KernelWork, rates: Rates) -> Number:

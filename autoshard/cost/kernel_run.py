@@ -42,6 +42,7 @@ class KernelRun:
     mask_tile: int
     flops_ratio: float
     launches: int
+    chunk: int | None  # tokens for each of which it is launched so often
     score_bytes: int  # per (query, key) pair of a head, beside what is kept of them
     traffic_ratio: float
     products: bool  # whether its matrix products are those with the weights of a layer that may be in FP8
@@ -121,7 +122,7 @@ def _kernel_runs(block: Block, storages: frozenset[str], added: frozenset[str], 
             keeps=() if forward or plain else tuple(save.storage for save in group.saves),
             skips_masked=group.kernel.skips_masked, mask_tile=group.kernel.mask_tile,
             flops_ratio=1.0 if forward else group.kernel.backward_flops_ratio,
-            launches=launches, score_bytes=0 if plain else score_bytes,
+            launches=launches, chunk=None if plain else group.kernel.chunk, score_bytes=0 if plain else score_bytes,
             traffic_ratio=1.0 if plain else group.kernel.traffic_ratio,
             products=bool(products) and weight_products.issuperset(products),
             experts=not expert_products.isdisjoint(products),
@@ -151,7 +152,8 @@ def gradient_sums(
             if len(added) > 1 and (len(kernels) > 1 or None in kernels):
                 run = KernelRun(
                     pass_="I", ops=(sums[entry.writes.tensor],), touched=(), fresh=(), keeps=(), skips_masked=False,
-                    mask_tile=1, flops_ratio=1.0, launches=int(eager), score_bytes=0, traffic_ratio=1.0, products=False,
+                    mask_tile=1, flops_ratio=1.0, launches=int(eager), chunk=None, score_bytes=0, traffic_ratio=1.0,
+                    products=False,
                 )  # fmt: skip
                 yield run, (*added, entry.writes)
 

@@ -43,6 +43,8 @@ class InitialWeights:
         shape, forward = _shape(self.graph, name), self.graph.block_of(name).select("micro_batch", "F")
         op = next(op for op in forward if parameter in op.inputs)
         value = op.kind.starts_at(op.inputs.index(parameter))
+        if isinstance(value, tuple):
+            return np.linspace(*value, math.prod(shape), dtype=np.float32).reshape(shape)
         if value is not None:
             return np.broadcast_to(np.float32(value), shape)
         return DrawnWeight(shape=shape, seeds=(self.seed, zlib.crc32(name.encode())), threads=self.threads)

@@ -20,6 +20,7 @@ from autoshard.graph.kinds.opaque import Opaque
 from autoshard.graph.kinds.optimizer import ClipScale
 from autoshard.graph.kinds.pointwise import Add, Cast, Multiply, Reduce, ScaleBy, SoftCap, Unary
 from autoshard.graph.kinds.sinks import SinkAttend
+from autoshard.graph.linear import emit_gated, linear_attention
 from autoshard.graph.mlps import SHARED, emit_linear, mixture, mlp
 from autoshard.graph.op import Dims
 from autoshard.graph.router import add_router_losses
@@ -81,6 +82,9 @@ def dim_sizes(model: ModelSpec, workload: Workload, kernels: Kernels, micro_batc
         sizes |= {"latent_kv": latent.kv_rank, "rotary_dim": latent.rotary_dim, "value_dim": latent.value_dim}
         sizes |= {"plain_dim": model.head_dim - latent.rotary_dim}
         sizes |= {"latent_q": latent.query_rank} if latent.query_rank else {}
+    if linear := next((spec.linear for name in model.layer_counts if (spec := model.of_kind(name)).linear), None):
+        sizes |= {"delta_heads": linear.key_heads, "delta_group": linear.value_heads // linear.key_heads}
+        sizes |= {"delta_key": linear.key_dim, "delta_value": linear.value_dim, "taps": linear.taps}
     if model.positions == "learned":
         sizes["positions"] = model.max_positions
     if model.num_experts:
@@ -263,6 +267,8 @@ def _head_norm(b: BlockBuilder, model: ModelSpec, name: str, x: str, heads: Dims
 
 def _attention(b: BlockBuilder, model: ModelSpec, workload: Workload, x: str) -> str:
     normed = b.deliver_as(_norm_before(b, model, "attn_norm", x), "attn_in")
+    if model.linear:
+        return linear_attention(b, model, normed)
     query, key, value = (_latent_heads if model.latent else _plain_heads)(b, model, workload, normed)
     b.deliver_as(query, "q_in")
     b.deliver_as(key, "k_in", _KEYS_ALONG)
@@ -275,6 +281,7 @@ def _attention(b: BlockBuilder, model: ModelSpec, workload: Workload, x: str) ->
     sinks = [b.weight("sink.bias", "kv_heads", "q_group")] if model.sinks else []
     mixed = b.emit("attend", kind, query, key, value, *_positions(b, workload), *_attention_draws(b, model), *sinks)
     values = ("kv_heads", "q_group", width)
+    mixed = emit_gated(b, mixed, normed, values, function="sigmoid") if model.gated_attention else mixed
     result = emit_linear(b, "o", b.deliver_as(mixed, "o_in"), ("hidden",), values, bias=model.out_bias)
     return b.deliver_as(result, "attn_out")
 

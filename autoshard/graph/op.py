@@ -21,7 +21,7 @@ Pass = Literal["F", "I", "W"]
 DIMS = (
     "batch", "seq", "kv_seq", "kv_heads", "q_group", "head_dim", "hidden", "ffn",
     "experts", "slots", "choices", "positions", "vocab", "latent_q", "latent_kv", "plain_dim", "rotary_dim",
-    "value_dim",
+    "value_dim", "delta_heads", "delta_group", "delta_key", "delta_value", "taps",
 )  # fmt: skip
 
 
@@ -99,6 +99,7 @@ class OpKind(metaclass=_KindMeta):
     owns_result: ClassVar[bool] = False  # whether a result has memory of its own, and is never a view of an input
     by_expert: ClassVar[bool] = False  # whether it computes the rows of each expert with numbers of that expert alone
     ring_dim: ClassVar[str] = ""  # the dim whose parts a ring of ranks can bring to it in turns
+    in_turns: ClassVar[bool] = False  # whether its kernel here takes the parts of a sequence one after the other
 
     @property
     def label(self) -> str:
@@ -138,8 +139,11 @@ class OpKind(metaclass=_KindMeta):
         """Say whether it squeezes its scores by a tanh, as no flash kernel of torch does."""
         return False
 
-    def starts_at(self, index: int) -> float | None:
-        """Return the number at which a weight in this input starts, and does not decay; None for one that is drawn."""
+    def starts_at(self, index: int) -> float | tuple[float, float] | None:
+        """Return the number at which a weight in this input starts, and does not decay; None for one that is drawn.
+
+        Of two numbers, those of the weight lie evenly from the first to the second.
+        """
         return None
 
     def index_dim(self, call: Call) -> str:

@@ -23,7 +23,7 @@ from autoshard.plan.recompute import Recompute
 from autoshard.plan.tables import plan_blocks, plan_programs, step_graph_of, table_setting, with_strategies
 from autoshard.spec.mesh import Mesh
 from autoshard.spec.model import LayerKind, ModelSpec
-from autoshard.spec.model_parts import LatentAttention, Router, TracedDecoder
+from autoshard.spec.model_parts import LatentAttention, LinearAttention, Router, TracedDecoder
 from autoshard.spec.record import option
 from autoshard.spec.repeats import compress
 
@@ -155,6 +155,7 @@ def _model(model: ModelSpec, sizes: Mapping[str, int], *, padded: bool) -> Model
         glu_limit=0.5 if model.glu_limit else None,  # which some numbers of a small model exceed
         kinds=tuple(_shrunk_kind(kind, 8 * tp) for kind in model.kinds),
         latent=model.latent and _narrowed(model.latent, tp),
+        linear=model.linear and _few_states(model.linear, tp),
         traced=model.traced and replace(model.traced, sizes=_sizes_of_code(model, model.traced, 8 * tp)),
     )
 
@@ -180,8 +181,18 @@ def _narrowed(latent: LatentAttention, tp: int) -> LatentAttention:
     return replace(latent, query_rank=narrow, kv_rank=4 * tp, rotary_dim=_HEAD_DIM // 2, value_dim=_HEAD_DIM - 2)
 
 
+def _few_states(linear: LinearAttention, tp: int) -> LinearAttention:
+    group = min(2, linear.value_heads // linear.key_heads)
+    return replace(linear, key_heads=tp, value_heads=group * tp, key_dim=4, value_dim=6)
+
+
 def _shrunk_kind(kind: LayerKind, ffn: int) -> LayerKind:
-    return replace(kind, dense_ffn=2 * ffn if kind.dense_ffn else None, window=3 if kind.window else None)
+    return replace(
+        kind,
+        dense_ffn=2 * ffn if kind.dense_ffn else None,
+        window=3 if kind.window else None,
+        linear=kind.linear and _few_states(kind.linear, ffn // 8),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

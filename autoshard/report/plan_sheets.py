@@ -54,8 +54,8 @@ _FEATURES = {  # what rows may lack -> how a plan has it
     "tp": "tensor parallelism over {}", "pp": "a pipeline over {}", "dp": "data parallelism over {}",
     "cp": "context parallelism over {}", "ep": "expert parallelism over {}", "vp": "{} chunks a rank",
     "recompute": "recompute {}", "schedule": "the schedule {}", "kernels": "the kernels {}",
-    "products": "products in {}", "experts": "{} experts", "sequence": "sequences of {} tokens", "nodes": "{} nodes",
-    "cluster": "the cluster {}",
+    "products": "products in {}", "experts": "{} experts", "attention": "{} attention",
+    "sequence": "sequences of {} tokens", "nodes": "{} nodes", "cluster": "the cluster {}",
 }  # fmt: skip
 _ROWS = ", and rows have "  # between what a plan has and what measured runs have
 

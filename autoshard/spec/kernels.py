@@ -88,6 +88,7 @@ class Kernel:
     expands_keys: bool = False  # attention that copies keys and values for every query head before it starts
     backward_flops_ratio: float = 1.0
     launches: BothWays = ONCE
+    chunk: int | None = None  # tokens: launches are for each so many of a sequence
     score_bytes: BothWays = NEVER
     traffic_ratio: float = 1.0
     source: str
@@ -98,7 +99,7 @@ class Kernel:
         require(
             (not unread, "saves", f"cannot read {', '.join(unread)}; write {forms}"),
             (len(self.ops) > 0, "ops", "a kernel needs at least one operation"),
-            *in_range(self, "backward_flops_ratio", "mask_tile", "traffic_ratio", low=1),
+            *in_range(self, "backward_flops_ratio", "mask_tile", "traffic_ratio", "chunk", low=1),
             (bool(self.source), "source", "say where this is known from"),
         )
 

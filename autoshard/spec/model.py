@@ -7,7 +7,15 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 from autoshard.errors import in_range, inside, require
-from autoshard.spec.model_parts import MAX_DIM, MAX_EXPERTS, LatentAttention, RotaryScaling, Router, TracedDecoder
+from autoshard.spec.model_parts import (
+    MAX_DIM,
+    MAX_EXPERTS,
+    LatentAttention,
+    LinearAttention,
+    RotaryScaling,
+    Router,
+    TracedDecoder,
+)
 from autoshard.spec.record import option
 from autoshard.spec.repeats import compress, expand_counts
 
@@ -29,6 +37,7 @@ class LayerKind:
     window: int | None = option(None)
     rotary_theta: float | None = option(None)  # whose frequencies are not scaled
     positions: Literal["none"] | None = option(None)  # which queries and keys do not say
+    linear: LinearAttention | None = option(None)
     lines: tuple[str, ...] = option(())  # of a layer of a decoder that was read off its code
 
     def __post_init__(self) -> None:
@@ -55,6 +64,7 @@ class LayerKind:
         if self.rotary_theta:
             changes |= {"rotary_theta": self.rotary_theta, "rotary_scaling": None}
         changes |= {"positions": self.positions} if self.positions else {}
+        changes |= {"linear": self.linear} if self.linear else {}
         if model.traced and self.lines:
             changes["traced"] = replace(model.traced, layer=self.lines)
         return replace(model, **changes)
@@ -114,6 +124,8 @@ class ModelSpec:
     shared_ffn: int = option(0)  # the width of an MLP beside the experts, through which all tokens go
     shared_gated: bool = option(False)  # whose result each token counts by a sigmoid of its own
     latent: LatentAttention | None = option(None)
+    linear: LinearAttention | None = option(None)  # in the place of attention
+    gated_attention: bool = option(False)  # whose result counts by sigmoids made of the hidden state
     sinks: bool = option(False)  # each query head has a learned number that joins the denominator of its softmax
     router_bias: bool = option(False)  # of the logits of experts
     # Where it is given, an MLP makes (up + 1) * gate * sigmoid(slope * gate): gate is at most the limit, and up lies
@@ -184,6 +196,8 @@ class ModelSpec:
         yield self.glu_limit is not None or self.glu_slope == 1, "glu_slope", "must be 1 where glu_limit is not given"
         yield self.num_experts > 0 or not self.router_bias, "router_bias", "needs experts"
         yield not (self.sinks and self.latent), "sinks", "must be false where latent is given"
+        gate = "must be false where latent is given"
+        yield not (self.gated_attention and self.latent), "gated_attention", gate
 
     def _order_checks(self) -> Iterator[tuple[bool, str, str]]:
         names = [kind.name for kind in self.kinds]
@@ -251,6 +265,11 @@ class ModelSpec:
     def lines(self) -> tuple[str, ...]:
         """The lines of all parts and kinds of layers of a decoder that was read off its code."""
         return (*(self.traced.lines if self.traced else ()), *(line for kind in self.kinds for line in kind.lines))
+
+    @property
+    def has_linear_layers(self) -> bool:
+        """Whether some layers have linear attention."""
+        return self.linear is not None or any(kind.linear for kind in self.kinds)
 
     @property
     def queries_per_kv_head(self) -> int:
@@ -330,6 +349,7 @@ class ModelSpec:
     def _layer_parameters(self) -> int:
         """Number of trained parameters of a layer that the fields describe."""
         attention = self._latent_parameters(self.latent) if self.latent else self._attention_parameters
+        attention = self.linear.num_parameters(self.hidden) if self.linear else attention
         per_norm = 2 if self.norm_has_bias else 1
         products = 2 if self.gated_mlp else 1
         router = self.num_experts * (self.hidden + self.router_bias)
@@ -345,7 +365,7 @@ class ModelSpec:
         products = 2 * (self.num_heads + self.num_kv_heads) * self.head_dim * self.hidden
         biases = heads * self.head_dim * self.qkv_bias + self.hidden * self.out_bias
         normed = self.num_heads + self.num_kv_heads if self.qk_norm_over == "all heads" else 2
-        biases += self.num_heads * self.sinks
+        biases += self.num_heads * (self.sinks + self.head_dim * self.hidden * self.gated_attention)
         return products + biases + normed * (2 if self.norm_has_bias else 1) * self.head_dim * self.qk_norm
 
     def _latent_parameters(self, latent: LatentAttention) -> int:

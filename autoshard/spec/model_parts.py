@@ -75,6 +75,34 @@ class LatentAttention:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LinearAttention:
+    """Attention with a state of fixed size in the place of keys and values: Gated DeltaNet (arXiv:2412.06464).
+
+    A state belongs to each value head; as many of these share the query and the key of a head. A causal convolution of
+    ``taps`` tokens stands before queries, keys and values.
+    """
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    taps: int
+
+    def __post_init__(self) -> None:
+        uneven = f"{self.value_heads} value heads cannot share {self.key_heads} key heads evenly"
+        require(
+            *in_range(self, "key_heads", "value_heads", "key_dim", "value_dim", "taps", low=1, high=MAX_DIM),
+            (self.key_heads < 1 or self.value_heads % self.key_heads == 0, "value_heads", uneven),
+        )
+
+    def num_parameters(self, hidden: int) -> int:
+        """Return the number of its parameters, of which a state's decay has two and a norm one for each value."""
+        keys, values = self.key_heads * self.key_dim, self.value_heads * self.value_dim
+        products = (2 * keys + 3 * values + 2 * self.value_heads) * hidden
+        return products + self.taps * (2 * keys + values) + 2 * self.value_heads + self.value_dim
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Router:
     """How a token's experts are chosen and weighted, where it is not the softmax of the logits that are chosen.
 

@@ -61,7 +61,8 @@ def test_messages_and_weights_speak_of_tensors_and_atoms_that_there_are(model, s
         for name, cuts in sharding.parameter_cuts.items():
             cut, pending = {atom for atoms in cuts.values() for atom in atoms}, set(sharding.parameter_pending[name])
             assert not cut & pending, name
-            assert cut | pending >= set(EVERYONE), f"each rank saw other tokens than {name} needs"
+            everyone = {*EVERYONE} - ({"cp"} if load_model(model).has_linear_layers else set())  # for which cp is 1
+            assert cut | pending >= everyone, f"each rank saw other tokens than {name} needs"
 
 
 @pytest.mark.parametrize(

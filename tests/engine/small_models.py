@@ -13,7 +13,7 @@ from autoshard.graph.op import Array
 from autoshard.spec.kernels import load_kernels
 from autoshard.spec.model import LayerKind, ModelSpec
 from autoshard.spec.model_catalogue import load_model, model_names
-from autoshard.spec.model_parts import LatentAttention, RotaryScaling, Router
+from autoshard.spec.model_parts import LatentAttention, LinearAttention, RotaryScaling, Router
 from autoshard.spec.workload import Documents, Precision, Workload
 
 BATCH, SEQ = 3, 8
@@ -33,6 +33,7 @@ LATENT: Mapping[str, Any] = {
     "num_heads": 2, "num_kv_heads": 2, "head_dim": 8,
     "latent": LatentAttention(query_rank=10, kv_rank=6, rotary_dim=4, value_dim=5),
 }  # fmt: skip
+LINEAR = LinearAttention(key_heads=2, value_heads=4, key_dim=4, value_dim=6, taps=3)
 OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "no option": {},
     "one head per key": {"num_heads": 2},
@@ -82,6 +83,9 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "window of one": {"window": 1},
     "window wider than the sequence": {"window": 2 * SEQ},
     "experts": EXPERTS,
+    "linear attention": {"kinds": (LayerKind(name="linear", linear=LINEAR),), "order": "linear/layer"},
+    "linear attention alone, of one head per key": {"linear": replace(LINEAR, value_heads=2)},
+    "gated attention": {"gated_attention": True, "qk_norm": True},
     "sinks": {"sinks": True},
     "sinks in a window, another scale": {"sinks": True, "window": WINDOW, "query_scalar": 3.0},
     "clamped gates": {"glu_limit": 0.3},
@@ -111,7 +115,8 @@ def reduced(model: ModelSpec) -> ModelSpec:
     return replace(
         first,
         kinds=tuple(
-            replace(kind, window=kind.window and WINDOW, dense_ffn=kind.dense_ffn and 40) for kind in first.kinds
+            replace(kind, window=kind.window and WINDOW, dense_ffn=kind.dense_ffn and 40, linear=kind.linear and LINEAR)
+            for kind in first.kinds
         ),
         hidden=16,
         ffn=24,

@@ -49,7 +49,7 @@ MADE = tuple(Tensor(name=name, dims=dims, dtype="fp32") for name, dims in (("o",
 OPTIONS = (
     "no option", "query and key norm", "part of a head turned", "learned positions", "window", "experts",
     "scaled embeddings, residuals and logits", "capped scores and logits",
-    "an MLP for all tokens by a share of each",
+    "an MLP for all tokens by a share of each", "linear attention",
 )  # fmt: skip
 CARDS = ("deepseek-v2", "deepseek-v3", "gpt-oss-120b", "olmo2-13b")  # with kinds of operations that no option has
 SMALL = small_models()

@@ -13,6 +13,7 @@ from autoshard.spec.hf.config import spec_from_config
 from autoshard.spec.kernels import Kernels, load_kernels
 from autoshard.spec.model import ModelSpec
 from autoshard.spec.model_catalogue import load_model, model_names
+from autoshard.spec.model_parts import LinearAttention
 from autoshard.spec.workload import Precision, Workload
 from tests.kit import small_config
 from tests.slower import rest_is_slow
@@ -37,13 +38,26 @@ def closed_form(model: ModelSpec, seq_len: int) -> int:
         queries = (narrow or model.hidden) * model.head_dim
         keys_and_values = latent.kv_rank * (model.head_dim - latent.rotary_dim + value_dim)
         attention = made + model.num_heads * (queries + keys_and_values + value_dim * model.hidden)
-    weights = model.num_layers * attention + model.vocab * model.hidden
+    attention += model.gated_attention * model.num_heads * model.head_dim * model.hidden
+    weights, pairs = model.vocab * model.hidden, 0
     for kind, count in model.layer_counts.items():
         layer = model.of_kind(kind)
+        if linear := layer.linear:
+            weights += count * linear_attention(linear, model.hidden)
+        else:
+            weights, pairs = weights + count * attention, pairs + count * model.num_heads * (model.head_dim + value_dim)
         met = max(1, layer.experts_per_token) * layer.ffn + layer.shared_ffn
         met = (3 if model.gated_mlp else 2) * met + layer.num_experts + layer.shared_gated
         weights += count * met * model.hidden
-    return 6 * weights + 6 * model.num_layers * model.num_heads * (model.head_dim + value_dim) * seq_len
+    return 6 * weights + 6 * pairs * seq_len
+
+
+def linear_attention(linear: LinearAttention, hidden: int) -> int:
+    """Products of a token: with weights, of a state with key, query and value, and with 64 tokens of its chunk."""
+    keys, values = linear.key_heads * linear.key_dim, linear.value_heads * linear.value_dim
+    products = (2 * keys + 3 * values + 2 * linear.value_heads) * hidden
+    of_chunk = 64 * (3 * linear.key_dim + 2 * linear.value_dim)
+    return products + linear.value_heads * (3 * linear.key_dim * linear.value_dim + of_chunk)
 
 
 @pytest.mark.parametrize("name", model_names())

@@ -49,6 +49,7 @@ from tests.graph.choosing_references import (
     reference_choose,
     reference_sigmoid_balance,
 )
+from tests.graph.delta_references import DELTA
 from tests.graph.expert_references import (
     reference_chosen_bias,
     reference_clamped_glu,
@@ -354,6 +355,7 @@ CASES: Mapping[str, Case] = {
     "deliver along another dim": Case(
         Deliver(rename=(("seq", "kv_seq"),)), ("batch seq kv_heads head_dim",), lambda x, _: x
     ),
+    **{name: Case(kind, inputs, reference) for name, (kind, inputs, reference, _) in DELTA.items()},
     "square sum": Case(SquareSum(), ("ffn hidden",), lambda x, _: x.pow(2).sum()),
     "clip": Case(ClipScale(limit=1.0), ("+", "+"), reference_clip),
     "adamw": Case(AdamW(), (*["ffn hidden"] * 2, "ffn hidden +", "ffn hidden", "+", "+", "+"), reference_adamw),
@@ -469,7 +471,9 @@ def all_calls(sizes: Sizes) -> Iterator[tuple[OpKind, Call]]:
 
 
 # Different primes, so that a count can come from one product of dims only.
-PRIMES: Sizes = dict(zip(DIMS, (2, 3, 5, 7, 11, 4, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 6, 53), strict=True))
+PRIMES: Sizes = dict(
+    zip(DIMS, (2, 3, 5, 7, 11, 4, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 6, 53, 59, 61, 67, 71, 73), strict=True)
+)
 T, H, E, K = 2 * 3, 13, 19, 29  # tokens, hidden, experts, choices
 TH, Q, QK = T * H, T * 7 * 11, 2 * 7 * 11 * 3 * 5  # elements of X, query heads, (query, key) pairs of all heads
 HEADS_PRODUCT = (2 * TH * 7 * 11 * 4, 0)
@@ -516,6 +520,7 @@ EXPECTED: Mapping[str, tuple[int, int]] = {  # matrix FLOPs, vector FLOPs
     "correction step": (0, 3 * E),
     "z": (0, 4 * T * E),
     "combine": (0, 2 * T * K * H),
+    **{name: flops for name, (*_, flops) in DELTA.items()},
     "square sum": (0, 2 * 17 * H),
     "clip": (0, 1),
     "adamw": (0, 15 * 17 * H),

@@ -248,7 +248,8 @@ ONLY_OURS = {
     "Opaque", "OpaqueGradient", "Join", "JoinGradient", "Rotary", "Sgd", "Slot", "SquareSum",
     "Choose", "ChooseGradient", "CorrectionStep", "ExcessLoad",
     "RouterBalance", "RouterBalanceGradient", "RouterLoad", "RouterZ", "RouterZGradient",
-    "SinkAttend", "SinkAttendGradient",
+    "SinkAttend", "SinkAttendGradient", "GatedDelta", "GatedDeltaGradient", "Decay", "DecayGradient",
+    "CausalConv", "CausalConvWeightGradient",
     "ClampedGlu", "ClampedGluGradient", "ShiftRows", "SumRows", "ChosenBias", "ChosenBiasGradient",
     "MeanSquare", "MeanSquareGradient", "Rescale", "RescaleSquareGradient", "RescaleWeightGradient",  # half a norm each
 }  # fmt: skip

@@ -32,7 +32,7 @@ from autoshard.search.bound.request import Request
 from autoshard.spec.mesh import Mesh, axis_of_atoms
 from autoshard.spec.model import LayerKind, ModelSpec
 from autoshard.spec.model_catalogue import load_model
-from autoshard.spec.model_parts import LatentAttention, RotaryScaling, Router
+from autoshard.spec.model_parts import LatentAttention, LinearAttention, RotaryScaling, Router
 from autoshard.spec.training import AdamWConstants, Training
 from tests.kit import NOTHING, local_plan, local_request
 from tests.ranks.shares import Held, assemble, gradients_of, weights_of
@@ -54,6 +54,7 @@ COPIED = {
 CORRECTION = "correction.weight"
 STATES = ("weights", "gradients", "masters", "optimizer")
 FEW_RANKS = 4
+STILL = ("norm.weight", ".bias", ".rate", ".shift")  # weights that do not decay, by the ends of their names
 EXACT, AS_PLANNED = Formats(exact=True), Formats()
 
 
@@ -98,6 +99,15 @@ def gpt_oss(**changes: Any) -> ModelSpec:
     options: dict[str, Any] = {"sinks": True, "router_bias": True, "glu_limit": 0.5, "glu_slope": 1.702, **MIXTRAL}
     options |= {"qkv_bias": True, "out_bias": True, "mlp_bias": True, "vocab": 32}
     options |= {"kinds": (LayerKind(name="local", window=3),), "order": "local/layer"}
+    return llama(**(options | changes))
+
+
+def qwen3_next(**changes: Any) -> ModelSpec:
+    """The shape of Qwen3-Next: linear attention and gated attention by turns, and a shared expert by a share."""
+    linear = LinearAttention(key_heads=4, value_heads=8, key_dim=3, value_dim=5, taps=3)
+    options: dict[str, Any] = {"qk_norm": True, "norm_offset": 1.0, "gated_attention": True, "rotary_fraction": 0.5}
+    options |= {**MIXTRAL, "shared_ffn": 8, "shared_gated": True, "vocab": 31}
+    options |= {"kinds": (LayerKind(name="linear", linear=linear),), "order": "linear/layer"}
     return llama(**(options | changes))
 
 
@@ -299,13 +309,15 @@ def patched(calls: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
 # -- what they found against one process ---------------------------------------------------------------
 
 
-def compare(expected: StepResult, shares: Sequence[StepShare], *, weights: Arrays | None = None) -> None:
+def compare(
+    expected: StepResult, shares: Sequence[StepShare], *, weights: Arrays | None = None, most: float = 1e-12
+) -> None:
     """Hold what ranks found against one process: loss, norm, every gradient, every new weight.
 
     AdamW divides a gradient by itself, so noise in one that should be zero shows in the weight: up to
     1e-16 / eps x learning rate = 1e-10.
     """
-    near(expected, shares, 1e-12)
+    near(expected, shares, most)
     for name, weight in (weights or expected.weights).items():
         np.testing.assert_allclose(whole(name, weight, shares, "weights"), weight, rtol=0, atol=1e-9, err_msg=name)
 
@@ -401,10 +413,10 @@ def without_rows(plan: Plan, found: Measured) -> Measured:
 
 
 def torch_adamw(weights: Arrays, constants: AdamWConstants) -> tuple[Mapping[str, torch.Tensor], torch.optim.Optimizer]:
-    """PyTorch's own optimizer with these constants; tied weights are one tensor, norms and biases do not decay."""
+    """PyTorch's own optimizer with these constants; tied weights are one tensor, and STILL ones do not decay."""
     distinct = {id(array): torch.from_numpy(array.copy()) for array in weights.values()}
     tensors = {name: distinct[id(array)] for name, array in weights.items()}
-    still = {id(array) for name, array in weights.items() if name.endswith(("norm.weight", ".bias", CORRECTION))}
+    still = {id(array) for name, array in weights.items() if name.endswith((*STILL, CORRECTION))}
     kinds = [
         {"params": [distinct[one] for one in distinct if (one in still) == decays_not], "weight_decay": decay}
         for decays_not, decay in ((False, constants.weight_decay), (True, 0.0))

@@ -65,7 +65,8 @@ class RankStep:
             case Compute(op=op, reads=reads, ring=ring):
                 kind = type(op.kind)
                 unchecked = kind.torch_kernel is not OpKind.torch_kernel and not vars(kind).get("engines")
-                return not (unchecked or ring or any(value.tensor in BY_BATCH for value in reads))
+                is_called = unchecked or kind.in_turns  # each part of a sequence would be written out
+                return not (is_called or ring or any(value.tensor in BY_BATCH for value in reads))
             case CountOnce() | Sum() | Observation() | CountRows():
                 return True
             case _:

@@ -215,6 +215,19 @@ def cp_seq(c: Columns) -> Verdict:
     yield f"cp={c.cp}: a sequence of {length} does not divide by {c.cp}. Use a cp that divides it"
 
 
+@rule("cp", source="Yang et al. 2024, arXiv:2412.06464: the state of linear attention goes from token to token")
+def cp_linear(c: Columns) -> Verdict:
+    yield (c.cp == 1) | (not c.model.has_linear_layers)
+    yield f"cp={c.cp}: linear attention of {c.model.name} goes through whole sequences, token by token. Use cp=1"
+
+
+@rule("documents", source="Yang et al. 2024, arXiv:2412.06464: the state of linear attention goes from token to token")
+def linear_documents(c: Columns) -> Verdict:
+    yield c.workload.documents == "joined" or not c.model.has_linear_layers
+    why = f"linear attention of {c.model.name} keeps what it read of a sequence's earlier documents"
+    yield f"documents=separate: {why}. Use documents=joined"
+
+
 @rule("cp_order", source=_DERIVED + "rank i gets the pieces i and 2*cp-1-i (Llama 3, arXiv:2407.21783, 3.3.2)")
 def zigzag_seq(c: Columns) -> Verdict:
     length = c.workload.seq_len

@@ -3,6 +3,7 @@
 from autoshard.engine.torch.kernels import (
     attention,
     choosing,
+    delta,
     dropout,
     elementwise,
     expert_biases,
@@ -20,6 +21,7 @@ __all__ = [
     "Rotations",
     "attention",
     "choosing",
+    "delta",
     "dropout",
     "elementwise",
     "expert_biases",
