@@ -61,6 +61,11 @@ _LATENT = {
     "first_k_dense_replace": 1, "intermediate_size": 40, "n_routed_experts": 8, "num_experts_per_tok": 2,
     "n_shared_experts": 2, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.5,
 }  # fmt: skip
+_LINEAR: Mapping[str, Any] = {
+    "num_key_value_heads": 2, "head_dim": 8, "partial_rotary_factor": 0.5, "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4, "linear_key_head_dim": 4, "linear_value_head_dim": 6, "linear_conv_kernel_dim": 3,
+    "layer_types": ["linear_attention", "full_attention"],
+}  # fmt: skip
 _FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "llama": {"num_key_value_heads": 2},
     "mistral": {"num_key_value_heads": 2, "sliding_window": 3},
@@ -75,6 +80,15 @@ _FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "qwen2_moe": {
         "num_key_value_heads": 2, "num_experts": 4, "num_experts_per_tok": 2, "shared_expert_intermediate_size": 40,
         "mlp_only_layers": [0], "intermediate_size": 28,
+    },
+    "qwen3_next": {
+        **_LINEAR, "linear_value_head_dim": 4, "num_experts": 4, "num_experts_per_tok": 2,
+        "shared_expert_intermediate_size": 40,
+    },
+    "qwen3_5_text": {**_LINEAR},
+    "qwen3_5_moe_text": {
+        **_LINEAR, "num_experts": 4, "num_experts_per_tok": 2,
+        "shared_expert_intermediate_size": 40,
     },
     "glm4_moe": {
         "num_key_value_heads": 2, "head_dim": 8, "attention_bias": True, "use_qk_norm": True, "n_routed_experts": 8,
@@ -154,6 +168,8 @@ _FAMILIES: Mapping[str, Mapping[str, Any]] = {
 }  # fmt: skip
 # Whose experts have a width of their own.
 _MIXTURES = (
+    "qwen3_next",
+    "qwen3_5_moe_text",
     "ernie4_5_moe",
     "qwen2_moe",
     "qwen3_moe",

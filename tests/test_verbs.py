@@ -201,7 +201,9 @@ def test_a_model_that_a_program_has_no_key_for_is_refused_as_by_the_command(tmp_
     model, path = "tiny-olmo2", tmp_path / "plan.json"
     autoshard.plan(model, "local", fix={"tp": 1, "pp": 1, "mbs": 8}).save(path)
     assert main(["export", str(path), "--to", "megatron"]) == 2
-    with pytest.raises(InputError, match=f"^plan: Megatron-LM has no key for .* of {model}. Choose another"):
+    with pytest.raises(
+        InputError, match=f"^plan: exports write no key of Megatron-LM for .* of {model}. Choose another"
+    ):
         autoshard.export(path, "megatron")
 
 

@@ -62,6 +62,7 @@ class HfNames:
             raise InputError.of("model_type", f"{family} has no tensors for {names} of {model.name}")
         half, plain = model.rotary_dims // 2, model.head_dim - model.rotary_dims
         parts = {"first_half": half, "second_half": half, "plain_dim": plain}
+        parts["group"] = graph.sizes.get("delta_group", 1)
         return cls(rows, {**graph.sizes, **FUSED, **parts}, tied)
 
     @classmethod

@@ -8,7 +8,7 @@ Form = Literal["published", "module"]
 Names = tuple[tuple[str, str, str], ...]  # their name, its axes, our name; a model has those rows of which it has ours
 
 # What lies together in one tensor, and how many of it.
-FUSED: Mapping[str, int] = {"qkv": 3, "gate_up": 2, "router_group": 1}
+FUSED: Mapping[str, int] = {"qkv": 3, "gate_up": 2, "one": 1, "two": 2}
 
 
 def _norm(theirs: str, ours: str, over: str = "hidden") -> Names:
@@ -91,6 +91,44 @@ _LATENT_ATTENTION: Names = (
     *_linear("self_attn.o_proj", "hidden", "(kv_heads q_group value_dim)", "o"),
     *_norm("post_attention_layernorm", "mlp_norm"),
 )
+_STATES = "(delta_heads delta_group)"
+_LINEAR_QKV = "(delta_heads delta_key)|>(delta_heads delta_key)|>(delta_heads delta_group delta_value)"
+_LINEAR_ATTENTION: Names = (
+    *_linear("linear_attn.conv1d", _LINEAR_QKV.replace(")", ") one:0"), "taps", "q_conv", "k_conv", "v_conv"),
+    ("linear_attn.A_log", _STATES, "forget.rate"),
+    ("linear_attn.dt_bias", _STATES, "forget.shift"),
+    *_norm("linear_attn.norm", "delta_norm", "delta_value"),
+    *_linear("linear_attn.out_proj", "hidden", "(delta_heads delta_group delta_value)", "o"),
+)
+_APART: Names = (
+    *_linear("linear_attn.in_proj_qkv", _LINEAR_QKV, "hidden", "q", "k", "v"),
+    *_linear("linear_attn.in_proj_z", "(delta_heads delta_group delta_value)", "hidden", "o_gate"),
+    *_linear("linear_attn.in_proj_b", _STATES, "hidden", "write_logit"),
+    *_linear("linear_attn.in_proj_a", _STATES, "hidden", "forget_logit"),
+)
+_BY_HEAD: Names = (  # of each head first the query and the key, then values and gates, as many as its states
+    *_linear(
+        "linear_attn.in_proj_qkvz",
+        "(delta_heads two+group+group:0 delta_key)|(delta_heads two+group+group:1 delta_key)"
+        "|(delta_heads two+delta_group+group delta_value)|(delta_heads two+group+delta_group delta_value)",
+        "hidden", "q", "k", "v", "o_gate",
+    ),
+    *_linear(
+        "linear_attn.in_proj_ba", "(delta_heads delta_group+group)|(delta_heads group+delta_group)",
+        "hidden", "write_logit", "forget_logit",
+    ),
+)  # fmt: skip
+_GATED_ATTENTION: Names = (
+    *_norm("input_layernorm", "attn_norm"),
+    *_linear(
+        "self_attn.q_proj", "(kv_heads q_group gate_up:0 head_dim)|(kv_heads q_group gate_up:1 head_dim)",
+        "hidden", "q", "o_gate",
+    ),
+    *_ATTENTION_PRODUCTS[2:],
+    *_HEAD_NORMS,
+    *_norm("post_attention_layernorm", "mlp_norm"),
+    *_LINEAR_ATTENTION,
+)  # fmt: skip
 _LLAMA_MLP: Names = (
     *_linear("mlp.gate_proj", "ffn", "hidden", "gate"),
     *_linear("mlp.up_proj", "ffn", "hidden", "up"),
@@ -135,7 +173,7 @@ _SHARED_GATED: Names = (
     ("mlp.shared_expert.gate_proj.weight", "ffn_shared hidden", "shared_gate.weight"),
     ("mlp.shared_expert.up_proj.weight", "ffn_shared hidden", "shared_up.weight"),
     ("mlp.shared_expert.down_proj.weight", "hidden ffn_shared", "shared_down.weight"),
-    ("mlp.shared_expert_gate.weight", "router_group:0 hidden", "shared_logit.weight"),
+    ("mlp.shared_expert_gate.weight", "one:0 hidden", "shared_logit.weight"),
 )
 _MINIMAX_BIAS = "e_score_correction_bias", "experts", "correction.weight"
 _PHI3_LAYER: Names = (
@@ -156,7 +194,7 @@ _NEIGHBOURS_TURNED: Names = (
     *_norm("post_attention_layernorm", "mlp_norm"),
 )
 _ERNIE_MIXTURE: Names = (*_NEIGHBOURS_TURNED, *_LLAMA_MLP, *_CORRECTED_ROUTER[1:])
-_ERNIE_BIAS = "moe_statics.e_score_correction_bias", "router_group:0 experts", "correction.weight"
+_ERNIE_BIAS = "moe_statics.e_score_correction_bias", "one:0 experts", "correction.weight"
 _GRANITE_EXPERTS: Names = (
     ("input_linear.weight", "experts (gate_up:0 ffn) hidden", "gate.weight"),
     ("input_linear.weight", "experts (gate_up:1 ffn) hidden", "up.weight"),
@@ -227,6 +265,13 @@ HF_NAMES: Mapping[str, Mapping[Form, Names]] = {
             ("mixtral", _EXPERTS_APART, _EXPERTS_STACKED, _LLAMA_ATTENTION),
             ("qwen3_moe", _EXPERTS_NAMED, _EXPERTS_STACKED, _LLAMA_ATTENTION + _LLAMA_MLP),
             ("qwen2_moe", _EXPERTS_NAMED, _EXPERTS_STACKED, _LLAMA_ATTENTION + _LLAMA_MLP + _SHARED_GATED),
+            (
+                "qwen3_next",
+                _EXPERTS_NAMED,
+                _EXPERTS_STACKED,
+                _GATED_ATTENTION + _BY_HEAD + _LLAMA_MLP + _SHARED_GATED,
+            ),
+            ("qwen3_5_moe_text", _EXPERTS_NAMED, _EXPERTS_STACKED, _GATED_ATTENTION + _APART + _SHARED_GATED),
             ("glm4_moe", _EXPERTS_NAMED, _EXPERTS_STACKED, _LLAMA_ATTENTION + _LLAMA_MLP + _CORRECTED_ROUTER),
             ("dots1", _EXPERTS_NAMED, _EXPERTS_STACKED, _LLAMA_ATTENTION + _LLAMA_MLP + _CORRECTED_ROUTER),
             ("deepseek_v2", _EXPERTS_NAMED, _EXPERTS_STACKED, _LATENT_ATTENTION + _LLAMA_MLP + _CORRECTED_ROUTER),
@@ -266,6 +311,7 @@ HF_NAMES: Mapping[str, Mapping[Form, Names]] = {
                     ("gemma3_text", _GEMMA_ATTENTION + _LLAMA_MLP),
                     ("exaone4", _EXAONE4_ATTENTION + _LLAMA_MLP),
                     ("ernie4_5", _NEIGHBOURS_TURNED + _LLAMA_MLP),
+                    ("qwen3_5_text", _GATED_ATTENTION + _APART + _LLAMA_MLP),
                     ("glm4", _GLM4_LAYER),
                     ("phi3", _PHI3_LAYER),
                     ("starcoder2", _STARCODER2_LAYER),

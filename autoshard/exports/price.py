@@ -38,7 +38,7 @@ def export_checks(plan: Plan, program: OtherProgram, of_plan: str, of_program: s
     of_code = f"{plan.model.name} was read off its code, and {program.title} knows models by name. Use autoshard run"
     if plan.model.traced is not None:  # no other model or machine would do
         return [(False, of_plan, of_code)]
-    unknown = f"{program.title} has no key for {unsayable} of {plan.model.name}. Choose another"
+    unknown = f"exports write no key of {program.title} for {unsayable} of {plan.model.name}. Choose another"
     elsewhere = f"{program.title} does not run on {plan.cluster.name}. {advice}"
     return [(not unsayable, of_plan, unknown), (plan.engine == program.engine, of_program, elsewhere)]
 

@@ -107,7 +107,9 @@ def test_an_export_prices_what_is_lost_and_keeps_files(typed: Typed, recipe: Pat
 @pytest.mark.slow
 def test_a_model_that_a_file_cannot_say_is_not_exported(typed: Typed) -> None:
     assert typed("plan --model tiny-olmo2 --cluster h100 --seq-len 128 --fix tp=2,pp=1 --out plan.json")[0] == 0
-    assert "has no key for norm_place, qk_norm_over of tiny-olmo2" in typed.refusal("export plan.json --to megatron")
+    assert "write no key of Megatron-LM for norm_place, qk_norm_over of tiny-olmo2" in typed.refusal(
+        "export plan.json --to megatron"
+    )
     assert not Path("plan.megatron.sh").exists()
 
 

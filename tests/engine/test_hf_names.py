@@ -49,9 +49,11 @@ def experts(draw: st.DrawFn, family: str, layers: int) -> Mapping[str, Any]:
     if family == "ernie4_5_moe":
         config |= {"n_shared_experts": draw(st.integers(1, 3)), "intermediate_size": draw(small)}
         config |= {"moe_layer_start_index": draw(st.integers(0, 2)), "moe_layer_interval": draw(st.integers(1, 2))}
-    if family == "qwen2_moe":
+    if family in ("qwen2_moe", "qwen3_next"):
         config |= {"shared_expert_intermediate_size": draw(small), "intermediate_size": draw(small)}
         config |= {"decoder_sparse_step": draw(st.integers(1, layers))}
+    if family == "qwen3_5_moe_text":
+        config["shared_expert_intermediate_size"] = draw(small)
     if family == "glm4_moe":
         config |= {"use_qk_norm": draw(st.booleans())}
     if family == "glm4_moe_lite":
@@ -95,6 +97,12 @@ def configs(draw: st.DrawFn) -> Mapping[str, Any]:
         config |= {"num_key_value_heads": heads, "q_lora_rank": draw(st.none() | small)}
         config |= {name: draw(small) for name in ("kv_lora_rank", "qk_nope_head_dim", "v_head_dim")}
         config |= {"qk_rope_head_dim": 2 * draw(st.integers(1, 3))}
+    if "linear_num_key_heads" in MODEL_TYPES[family].defaults:
+        heads, width = draw(st.integers(1, 3)), draw(small)
+        config |= {"linear_num_key_heads": heads, "linear_num_value_heads": heads * draw(st.integers(1, 3))}
+        config |= {"linear_value_head_dim": width, "linear_conv_kernel_dim": draw(small)}
+        config |= {"linear_key_head_dim": width if family == "qwen3_next" else draw(small)}
+        config |= {"partial_rotary_factor": 1.0, "full_attention_interval": draw(st.integers(1, 3))}
     config |= draw(experts(family, config["num_hidden_layers"]))
     flags = FLAGS.get(family, ("tie_word_embeddings",))
     return config | {flag: draw(st.booleans()) for flag in flags}

@@ -33,6 +33,7 @@ from tests.ranks.cases import (
     llama,
     olmo2,
     plan_of,
+    qwen3_next,
     run_dropping,
     run_steps,
     share_of,
@@ -79,6 +80,9 @@ CASES: Mapping[str, tuple[str, ModelSpec, Mapping[str, Any]]] = {
     "narrow states of whole sequences": ("tp=4,pp=1,dp=1,sp=false", deepseek(vocab=32), {}),
     "four stages": ("tp=1,pp=4,dp=1,schedule=zb_h1", gpt(num_layers=4), {}),
     "sinks around a ring, states in pieces": ("tp=1,pp=1,cp=2,dp=1,zero=3,cp_order=zigzag", gpt_oss(), {}),
+    "linear attention, heads cut": ("tp=2,pp=1,dp=2,zero=3", qwen3_next(), {}),
+    "linear attention, heads cut over copies of keys": ("tp=4,pp=1,dp=1,recompute=full", qwen3_next(), {}),
+    "linear attention on two stages": ("tp=1,pp=2,dp=2,ep=2,schedule=zb_h1", qwen3_next(), {}),
     "sinks around a ring, heads cut": ("tp=2,pp=1,cp=2,dp=1", gpt_oss(), {}),
     "experts over dp and tp, all computed again": ("tp=2,pp=1,dp=2,ep=2,fold=tp,recompute=full", gpt_oss(), {}),
     "own tokens on each rank of tp, that may be dropped": (

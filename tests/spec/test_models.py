@@ -74,6 +74,10 @@ PARAMETERS = {
     "gpt-oss-20b": 20_914_757_184,
     "gpt-oss-120b": 116_829_156_672,
     "minimax-m2": 228_689_748_992,
+    "qwen3-next-80b-a3b": 79_674_391_296,
+    "qwen3.5-35b-a3b": 34_660_610_688,
+    "qwen3.5-397b-a17b": 396_346_350_336,
+    "qwen3.5-27b": 26_895_998_464,
 }
 SIZES: dict[str, Any] = {
     "name": "m", "num_layers": 2, "hidden": 64, "ffn": 128, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16,

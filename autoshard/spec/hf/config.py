@@ -6,9 +6,10 @@ from typing import Any, cast
 from autoshard.errors import InputError, inside
 from autoshard.spec.hf.fields import ACTIVATIONS, NAMED_FIELDS, UNMODELLED
 from autoshard.spec.hf.layers import has_no_experts, layers_that_differ
+from autoshard.spec.hf.model_type import SHARED_DEFAULTS, ModelType
 from autoshard.spec.hf.reader import ConfigReader, fp8_block
 from autoshard.spec.hf.rotary import rotary_positions
-from autoshard.spec.hf.types import MODEL_TYPES, SAME_CODE, SHARED_DEFAULTS, WITH_TEXT_CONFIG, ModelType
+from autoshard.spec.hf.types import MODEL_TYPES, SAME_CODE, WITH_TEXT_CONFIG
 from autoshard.spec.model import ModelSpec
 from autoshard.spec.model_parts import LatentAttention, Router
 from autoshard.spec.record import decode, show_value

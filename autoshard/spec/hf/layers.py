@@ -1,13 +1,16 @@
-"""Read from a ``config.json`` which layers attend to a window, have an MLP in the place of experts, or turn nothing."""
+"""Read from a ``config.json`` how layers differ: windows, linear attention, MLPs for experts, no rotary positions."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
+from autoshard.spec.hf.model_type import ModelType
 from autoshard.spec.hf.reader import ConfigReader
 from autoshard.spec.hf.rotary import local_rotary_theta
-from autoshard.spec.hf.types import ModelType
 from autoshard.spec.model import LAYER, MAX_LAYERS, LayerKind
+from autoshard.spec.model_parts import LinearAttention
 from autoshard.spec.repeats import compress
+
+_LINEAR_HEADS = "linear_num_key_heads"
 
 
 def layers_that_differ(reader: ConfigReader, kind: ModelType, traits: Mapping[str, Any]) -> dict[str, Any]:
@@ -20,10 +23,14 @@ def layers_that_differ(reader: ConfigReader, kind: ModelType, traits: Mapping[st
     theta = local_rotary_theta(reader) if kind.rotary_of_windows else None
     if theta == traits.get("rotary_theta") and traits.get("rotary_scaling") is None:
         theta = None  # the same as in the other layers
+    linear, linear_layers = _linear_attention(reader, kind), _linear_layers(reader, kind, num_layers)
     unrotated = _unrotated_layers(reader, kind, [window is None or is_local for is_local in local])
     names = [
-        ("dense",) * is_dense + ("local",) * (is_local and not everywhere) + ("unrotated",) * is_unrotated
-        for is_dense, is_local, is_unrotated in zip(dense, local, unrotated, strict=True)
+        ("dense",) * is_dense
+        + ("linear",) * is_linear
+        + ("local",) * (is_local and not everywhere)
+        + ("unrotated",) * is_unrotated
+        for is_dense, is_linear, is_local, is_unrotated in zip(dense, linear_layers, local, unrotated, strict=True)
     ]
     read_kinds = [
         reader.made(
@@ -33,6 +40,7 @@ def layers_that_differ(reader: ConfigReader, kind: ModelType, traits: Mapping[st
                 window=window if "local" in name else None,
                 rotary_theta=theta if "local" in name else None,
                 positions="none" if "unrotated" in name else None,
+                linear=linear if "linear" in name else None,
             )
         )
         for name in dict.fromkeys(names)
@@ -44,6 +52,44 @@ def layers_that_differ(reader: ConfigReader, kind: ModelType, traits: Mapping[st
     order = compress("_".join(name) or LAYER for name in names) if kinds else ""
     differing = {"window": window if everywhere and local[0] else None, "kinds": kinds, "order": order}
     return differing | ({"rotary_theta": theta, "rotary_scaling": None} if differing["window"] and theta else {})
+
+
+def _linear_attention(reader: ConfigReader, kind: ModelType) -> LinearAttention | None:
+    """Return the linear attention of a type that has some."""
+    if _LINEAR_HEADS not in kind.defaults:
+        return None
+    names = ("linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim")
+    key_heads, (value_heads, key_dim, value_dim, taps) = reader.whole(_LINEAR_HEADS), map(reader.whole, names)
+    message = f"must be linear_value_head_dim, {value_dim}: files with other keys are not read"
+    reader.check(lambda: not kind.equal_heads or key_dim == value_dim, names[1:3], message)
+    return reader.made(
+        lambda: LinearAttention(
+            key_heads=key_heads, value_heads=value_heads, key_dim=key_dim, value_dim=value_dim, taps=taps
+        )
+    )
+
+
+def _linear_layers(reader: ConfigReader, kind: ModelType, num_layers: int) -> list[bool]:
+    """Say which layers have linear attention in the place of attention."""
+    if _LINEAR_HEADS not in kind.defaults:
+        return [False] * num_layers
+    if reader.data.get("layer_types") is None:
+        period = reader.whole("full_attention_interval")
+        return [(number + 1) % period != 0 for number in range(num_layers)]
+    words = {"full_attention": False, "linear_attention": True}
+    return _by_words(reader, words, num_layers) or [False] * num_layers
+
+
+def _by_words(reader: ConfigReader, words: Mapping[str, bool], num_layers: int) -> list[bool]:
+    """Return what the words in ``layer_types`` say of each layer; nothing if they are refused."""
+    stated = reader.data["layer_types"]
+    layers = (
+        [layer for layer in cast(list[object], stated) if isinstance(layer, str)] if isinstance(stated, list) else []
+    )
+    is_listed = len(layers) == num_layers and words.keys() >= {*layers} and layers == stated
+    message = f"must be {num_layers} of {', '.join(map(repr, words))}, as the other fields say"
+    reader.check(lambda: is_listed, ("layer_types", "num_hidden_layers"), message)
+    return [words[layer] for layer in layers] if is_listed else []
 
 
 def _stated_window(reader: ConfigReader, kind: ModelType) -> int | None:
@@ -68,19 +114,15 @@ def _local_layers(reader: ConfigReader, kind: ModelType, num_layers: int, window
     if stated is None and kind.window in ("pattern", "by turns"):
         period = reader.whole("sliding_window_pattern") if kind.window == "pattern" else 2
         return [window is not None and (number + 1) % period != 0 for number in range(num_layers)]
+    if _LINEAR_HEADS in kind.defaults:
+        return [False] * num_layers
     if stated is None or (not mixed and stated == _same_layers(window, num_layers)):
         first = reader.whole("max_window_layers", low=0) if from_one_on and window else 0
         return [window is not None and number >= first for number in range(num_layers)]
     words = {"full_attention": False, **({"sliding_attention": True} if mixed and window else {})}
     if not mixed:
         words = {_same_layers(window, 1)[0]: window is not None}
-    layers = (
-        [layer for layer in cast(list[object], stated) if isinstance(layer, str)] if isinstance(stated, list) else []
-    )
-    is_listed = len(layers) == num_layers and words.keys() >= {*layers} and layers == stated
-    message = f"must be {num_layers} of {', '.join(map(repr, words))}, as the other fields say"
-    reader.check(lambda: is_listed, ("layer_types", "num_hidden_layers"), message)
-    return [words[layer] for layer in layers] if is_listed else [window is not None] * num_layers
+    return _by_words(reader, words, num_layers) or [window is not None] * num_layers
 
 
 def _unrotated_layers(reader: ConfigReader, kind: ModelType, in_window: Sequence[bool]) -> list[bool]:

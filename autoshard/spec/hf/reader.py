@@ -43,7 +43,9 @@ _BLAMED: Mapping[str, tuple[str, ...]] = {
     "query_rank": ("q_lora_rank",),
     "kv_rank": ("kv_lora_rank",),
     "rotary_dim": ("qk_rope_head_dim",),
-    "value_dim": ("v_head_dim",),
+    "value_dim": ("v_head_dim", "linear_value_head_dim"),
+    "key_heads": ("linear_num_key_heads",),
+    "value_heads": ("linear_num_value_heads", "linear_num_key_heads"),
 }
 
 

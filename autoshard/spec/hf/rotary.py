@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from typing import Any, Literal, cast
 
 from autoshard.errors import nearest
+from autoshard.spec.hf.model_type import ModelType
 from autoshard.spec.hf.reader import ConfigReader
-from autoshard.spec.hf.types import ModelType
 from autoshard.spec.model_parts import RotaryScaling
 from autoshard.spec.record import show_value
 
@@ -25,6 +25,7 @@ _NO_LONG_ROPE = (
     "memory are the same, but what would be trained is another model"
 )
 _GROWTH = "llama_4_scaling_beta"  # of queries: 1 + it * log(1 + position // original context)
+_OF_PICTURES = "mrope_section", "mrope_interleaved"
 _YARN_DEFAULTS = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}  # as in transformers
 _YARN_KEYS = ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate")
 
@@ -106,6 +107,7 @@ def _scaling(group: ConfigReader, original: int | None, of_type: ModelType) -> R
         return None
     kind = group.choice("rope_type", kinds)
     more = (_GROWTH, "max_position_embeddings") if _GROWTH in of_type.defaults else ()
+    more += tuple(name for name in _OF_PICTURES if name in of_type.defaults)
     _no_other_keys(group, group.data, (*_ROTARY_KEYS, *more, *(_YARN_KEYS if kind == "yarn" else ())))
     if kind is None:
         return None

@@ -9,70 +9,9 @@ does not state are 0, also for GPT-2, whose class has 0.1: few train with them t
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal
 
-# How the code of a mixture chooses experts: by logits, and the softmax of these (chosen); by a softmax of all
-# (softmax), that may be limited to the groups with the best expert (groups); as DeepSeek-V3 (corrected); or by that
-# softmax with a correction that is added for the choice (corrected softmax).
-RouterCode = Literal["chosen", "softmax", "groups", "corrected", "corrected softmax"]
-# Which layers attend to a window: of some and last layers those from max_window_layers on, if it is used or always.
-# If it is used, "turns if used" are layers by turns before max_window_layers.
-Window = Literal[
-    "none", "all layers", "all layers if used", "some layers", "last layers", "pattern", "by turns", "turns if used"
-]
-# Which layers turn no queries and keys: those of no_rope_layers, or those that attend to all tokens beside a window.
-Unrotated = Literal["none", "listed", "beyond the window"]
-# Config fields that are true or false, and the fields of ModelSpec that they set.
-FLAGS: Mapping[str, tuple[str, ...]] = {
-    "attention_bias": ("qkv_bias", "out_bias"),
-    "mlp_bias": ("mlp_bias",),
-    "use_parallel_residual": ("parallel_residual",),
-    "tie_word_embeddings": ("tied_embeddings",),
-    "use_qk_norm": ("qk_norm",),
-}
+from autoshard.spec.hf.model_type import FLAGS, ModelType
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelType:
-    """What the code of one ``model_type`` fixes in ModelSpec, and the defaults of the fields that may be left out.
-
-    Defaults that all types share are in SHARED_DEFAULTS. A field without a default must be stated, or is not read.
-    """
-
-    architecture: str
-    former: tuple[str, ...] = ()  # other names of the architecture, in files of the hub
-    fixed: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    defaults: Mapping[str, Any]
-    grouped_heads: bool = True
-    window: Window = "none"
-    unrotated: Unrotated = "none"
-    width: str = "intermediate_size"  # the field with the width of an MLP
-    router: RouterCode = "chosen"
-    flags: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: FLAGS)
-    rope_types: tuple[str, ...] = ("default", "linear", "llama3", "yarn")  # that are read; its code may have others
-
-    @property
-    def rotary_of_windows(self) -> bool:
-        """Whether layers that attend to a window have rotary positions of their own."""
-        return self.window == "pattern" and self.unrotated == "none"
-
-
-SHARED_DEFAULTS: Mapping[str, Any] = {
-    "num_key_value_heads": None,
-    "head_dim": None,
-    "rms_norm_eps": 1e-6,
-    "hidden_act": "silu",
-    "rope_theta": 10000.0,
-    "partial_rotary_factor": 1.0,
-    "original_max_position_embeddings": None,
-    "tie_word_embeddings": False,
-    "sliding_window": None,
-    "use_sliding_window": False,
-    "max_window_layers": 28,
-    "hidden_dropout": 0.0,
-    "attention_dropout": 0.0,
-}
 _MISTRAL = {"max_position_embeddings": 131072, "num_key_value_heads": 8}
 _QWEN = {"max_position_embeddings": 32768, "num_key_value_heads": 32, "sliding_window": 4096}
 _DEEPSEEK = {
@@ -91,6 +30,14 @@ _GRANITE = {
     "max_position_embeddings": 2048, "attention_bias": False, "attention_multiplier": 1.0, "embedding_multiplier": 1.0,
     "residual_multiplier": 1.0, "logits_scaling": 1.0,
 }  # fmt: skip
+_LINEAR = {
+    "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4, "full_attention_interval": 4, "max_position_embeddings": 32768, "head_dim": 256,
+    "partial_rotary_factor": 0.25,
+}  # fmt: skip
+_GATED_ATTENTION = {"qk_norm": True, "norm_offset": 1.0, "gated_attention": True}
+# Positions of pictures; those of text are three times the same, so that these say nothing of it.
+_OF_PICTURES = {"mrope_section": None, "mrope_interleaved": None}
 _ALL_BIASES = ("qkv_bias", "out_bias", "mlp_bias")
 _PLAIN_MLP = {"norm": "layer", "gated_mlp": False, "mlp_bias": True}
 MODEL_TYPES: Mapping[str, ModelType] = {
@@ -164,6 +111,32 @@ MODEL_TYPES: Mapping[str, ModelType] = {
         width="moe_intermediate_size",
         router="softmax",
         flags={**FLAGS, "qkv_bias": ("qkv_bias",)},
+    ),
+    "qwen3_next": ModelType(
+        architecture="Qwen3NextForCausalLM",
+        fixed={**_GATED_ATTENTION, "shared_gated": True},
+        defaults={
+            **_LINEAR, "num_key_value_heads": 2, "num_experts_per_tok": 10, "shared_expert_intermediate_size": 512,
+            "intermediate_size": 5632, "mlp_only_layers": (), "decoder_sparse_step": 1, "norm_topk_prob": True,
+        },
+        width="moe_intermediate_size",
+        router="softmax",
+        equal_heads=True,
+    ),
+    "qwen3_5_text": ModelType(
+        architecture="Qwen3_5ForCausalLM",
+        fixed=_GATED_ATTENTION,
+        defaults={**_LINEAR, **_OF_PICTURES, "num_key_value_heads": 4},
+    ),
+    "qwen3_5_moe_text": ModelType(
+        architecture="Qwen3_5MoeForCausalLM",
+        fixed={**_GATED_ATTENTION, "shared_gated": True},
+        defaults={
+            **_LINEAR, **_OF_PICTURES, "num_key_value_heads": 2, "num_experts_per_tok": 8,
+            "shared_expert_intermediate_size": 512,
+        },
+        width="moe_intermediate_size",
+        router="softmax",
     ),
     "glm4_moe": ModelType(
         architecture="Glm4MoeForCausalLM",
@@ -388,6 +361,8 @@ MODEL_TYPES: Mapping[str, ModelType] = {
     ),
 }  # fmt: skip
 # Types whose config holds that of a model that reads text alone in its field ``text_config``.
-WITH_TEXT_CONFIG: Mapping[str, str] = {"gemma3": "gemma3_text", "mistral3": "mistral"}
+WITH_TEXT_CONFIG: Mapping[str, str] = {
+    "gemma3": "gemma3_text", "mistral3": "mistral", "qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text",
+}  # fmt: skip
 # Types whose code is that of another: config.json of moonshotai/Kimi-K2 names DeepseekV3ForCausalLM.
 SAME_CODE: Mapping[str, str] = {"kimi_k2": "deepseek_v3"}

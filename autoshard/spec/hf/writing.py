@@ -9,15 +9,18 @@ from typing import Any
 from autoshard.errors import InputError
 from autoshard.spec.hf.config import spec_from_config
 from autoshard.spec.hf.fields import ACTIVATIONS, ALIASES, NAMED_FIELDS
-from autoshard.spec.hf.types import MODEL_TYPES, SHARED_DEFAULTS, ModelType
+from autoshard.spec.hf.model_type import SHARED_DEFAULTS, ModelType
+from autoshard.spec.hf.types import MODEL_TYPES
 from autoshard.spec.model import ModelSpec
 from autoshard.spec.model_parts import RotaryScaling, Router
 
 # Which of the ALIASES an architecture has; the others have the first name of every field.
 _SPELLED: Mapping[str, Mapping[str, str]] = {
     "gpt2": {name: others[0] for name, others in ALIASES.items()} | {"rms_norm_eps": "layer_norm_epsilon"},
-    "qwen2_moe": {"num_local_experts": "num_experts"},
-    "qwen3_moe": {"num_local_experts": "num_experts"},
+    **{
+        name: {"num_local_experts": "num_experts"}
+        for name in ("qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5_moe_text")
+    },
     **{
         name: {"num_local_experts": "n_routed_experts"}
         for name in ("glm4_moe", "glm4_moe_lite", "dots1", "deepseek_v2", "deepseek_v3")
@@ -97,7 +100,7 @@ def _written(model: ModelSpec, name: str, kind: ModelType) -> Mapping[str, Any]:
         fields["attention_multiplier"] = (model.query_scalar or model.head_dim) ** -0.5
     if "swiglu_limit" in kind.defaults and model.glu_limit:
         fields |= {"swiglu_limit": model.glu_limit, "swiglu_alpha": model.glu_slope}
-    fields |= {**_layers(model, kind), **_unrotated(model, kind)}
+    fields |= {**_layers(model, kind), **_unrotated(model, kind), **_linear(model, kind)}
     spelled = {_SPELLED.get(name, {}).get(field, field): value for field, value in fields.items()}
     return {"model_type": name, "architectures": [kind.architecture], **spelled}
 
@@ -188,6 +191,23 @@ def _unrotated(model: ModelSpec, kind: ModelType) -> Mapping[str, Any]:
         return {"no_rope_layers": [int(spec.positions == "rotary") for spec in each_kind]}
     window = next((spec.window for spec in each_kind if spec.window), None)
     return {"sliding_window": window} if kind.unrotated == "beyond the window" else {}
+
+
+def _linear(model: ModelSpec, kind: ModelType) -> Mapping[str, Any]:
+    """Write linear attention, and which layers have it."""
+    each_kind = [model.of_kind(name).linear for name in model.layer_order]
+    linear = next((attention for attention in each_kind if attention), None)
+    if "linear_num_key_heads" not in kind.defaults:
+        return {}
+    sizes = {
+        "linear_num_key_heads": linear.key_heads,
+        "linear_num_value_heads": linear.value_heads,
+        "linear_key_head_dim": linear.key_dim,
+        "linear_value_head_dim": linear.value_dim,
+        "linear_conv_kernel_dim": linear.taps,
+    } if linear else {}  # fmt: skip
+    words = ["linear_attention" if attention else "full_attention" for attention in each_kind]
+    return {**sizes, "layer_types": words}
 
 
 def _layer_types(windows: Sequence[int | None]) -> list[str]:

@@ -32,6 +32,17 @@ SMALLEST: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 176,
         "num_experts": 8,
     },
+    "qwen3_next": {
+        **{key: size for key, size in SIZES.items() if key != "intermediate_size"},
+        "moe_intermediate_size": 176,
+        "num_experts": 16,
+    },
+    "qwen3_5_text": SIZES,
+    "qwen3_5_moe_text": {
+        **{key: size for key, size in SIZES.items() if key != "intermediate_size"},
+        "moe_intermediate_size": 176,
+        "num_experts": 16,
+    },
     "glm4_moe": {
         **{key: size for key, size in SIZES.items() if key != "intermediate_size"},
         "num_attention_heads": 8,
