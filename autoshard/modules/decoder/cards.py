@@ -65,7 +65,8 @@ def _differences(module: Any, card: ModelSpec, show: Callable[[str], None]) -> I
     yield from _weights_that_differ(module, card, family)
     show("making a small twin of its class")
     twin = Twin.of(bare, card)
-    length = max(_TOKENS, 2 * max(_windows(card), default=0))
+    # Code of linear attention calls the same functions for each chunk of a sequence: as many as those of the twin.
+    length = TWIN_TOKENS if card.has_linear_layers else max(_TOKENS, 2 * max(_windows(card), default=0))
     tokens = torch.zeros(TWIN_SEQUENCES, length, dtype=torch.int64, device="meta")
     pairs = size_pairs(bare, twin, (length, TWIN_TOKENS))
     yield from differing_calls(taped(bare, layers, tokens, show), twin.tape(layers), twin.standing, pairs)

@@ -99,6 +99,12 @@ FAULTS: Mapping[str, tuple[str, Callable[[Any], None], str]] = {
     ),
     "a window": ("tiny-gpt-oss", swap_masks, "layer 1: .* has the result of another call in the code"),
     "no mask": ("tiny-gpt-oss", hide_no_token, "layer 1: "),
+    "an activation behind a convolution": (
+        "tiny-qwen3-next", set_in(f"{ONE}.linear_attn", "activation", "gelu"), "layer 1: ",
+    ),
+    "an eps behind linear attention": (
+        "tiny-qwen3-next", set_in(f"{ONE}.linear_attn.norm", "variance_epsilon", 0.1), "add .* has 0.1 in the code"
+    ),
     "no bias": ("tiny-gpt-oss", set_in(f"{ONE}.self_attn.q_proj", "bias", None), r"q_proj.bias is missing in the code"),
     "a bias more": (
         "tiny-olmo2", set_in(f"{ONE}.self_attn.o_proj", "bias", nn.Parameter(torch.zeros(128, device="meta"))),
