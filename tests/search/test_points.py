@@ -184,6 +184,7 @@ ONE_LOWERING = [
     ("gemma3-4b", "a100-80", "mbs=1"),
     ("qwen1.5-moe-a2.7b", "h100-80", "mbs=1"),
     ("mixtral-8x7b", "h100-80", "pp=4,mbs=1,kernels=nanotron"),
+    ("qwen3.5-35b-a3b", "h100-80", "mbs=1"),
     ("nemotron4-15b", "h100-80", "mbs=1"),
     ("llama3-8b", "h100-80", "mbs=1,kernels=mcore"),
 ]
