@@ -1,12 +1,12 @@
 """The columns in which measured rows state an architecture: read as a model, and written from one."""
 
 from collections.abc import Mapping, MutableMapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 from autoshard.errors import Fault, InputError, require
 from autoshard.spec.model import LAYER, LayerKind, ModelSpec
-from autoshard.spec.model_parts import MAX_DIM, LatentAttention
+from autoshard.spec.model_parts import MAX_DIM, LatentAttention, LinearAttention
 from autoshard.spec.repeats import compress
 
 _FIELDS = {
@@ -20,17 +20,22 @@ _OF_EXPERTS = ("moe_ffn", "shared_experts", "first_dense_layers")
 # Of latent attention: the ranks of queries (none: they are not narrowed) and of keys and values, the numbers of a head
 # without and with positions, and those of a value.
 _OF_LATENT = ("q_lora", "kv_lora", "qk_nope", "qk_rope", "v_head")
-ARCH = (*_FIELDS, *_OF_EXPERTS, *_OF_LATENT)
+# Of linear attention: how many layers have it, between which the others lie evenly; its sizes; the gates of the others.
+_OF_LINEAR = tuple(f"linear_{size.name}" for size in fields(LinearAttention))
+_LINEAR_LAYERS, _GATED = "linear_layers", "gated_attention"
+ARCH = (*_FIELDS, *_OF_EXPERTS, *_OF_LATENT, _LINEAR_LAYERS, *_OF_LINEAR, _GATED)
 _FFN_STEP = 256  # gated models round 8/3 of the hidden size up to a multiple of this: meta-llama/llama model.py
-_DENSE = "dense"  # the name of layers without experts
+_DENSE, _LINEAR = "dense", "linear"  # names of layers without experts, and of those with linear attention
 
 
 def stated_model(stated: Mapping[str, Any], name: str, seq_len: int, assumed: MutableMapping[str, str]) -> ModelSpec:
     """Return the model of an architecture; what had to be assumed goes into ``assumed``, by column."""
     foreign = ", ".join(sorted(stated.keys() - {*ARCH}))
     kinds = {True: (bool, "true or false"), False: (int, "a whole number")}
-    types = {column: kinds[column in ("gated_mlp", "tied_embed")] for column in stated}
+    types = {column: kinds[column in ("gated_mlp", "tied_embed", _GATED)] for column in stated}
     latent = {column for column in _OF_LATENT[1:] if column in stated}
+    sizes = ", ".join(column for column in _OF_LINEAR if column not in stated)
+    linear = {column for column in (_LINEAR_LAYERS, *_OF_LINEAR) if column in stated}
     missing = ", ".join(column for column in _OF_LATENT[1:] if column not in stated)
     require(
         (not foreign, "arch", f"its architecture has {foreign}, which autoshard does not model"),
@@ -41,9 +46,10 @@ def stated_model(stated: Mapping[str, Any], name: str, seq_len: int, assumed: Mu
         *((stated[column] >= 0, f"arch.{column}", f"must be at least 0, not {stated[column]}")
           for column in _OF_EXPERTS if type(stated.get(column)) is int),
         (not missing or not (latent or "q_lora" in stated), "arch", f"latent attention needs {missing} as well"),
+        (not sizes or not linear, "arch", f"linear attention needs {sizes} as well"),
     )  # fmt: skip
     try:
-        return _with_experts(_plain(stated, name, seq_len, assumed), stated)
+        return _with_linear(_with_experts(_plain(stated, name, seq_len, assumed), stated), stated)
     except InputError as error:  # about a field of ModelSpec, which counts with num_ where rows do not
         faults = (Fault(where=fault.where.removeprefix("num_"), message=fault.message) for fault in error.faults)
         raise InputError(faults).under("arch") from None
@@ -86,6 +92,7 @@ def _plain(stated: Mapping[str, Any], name: str, seq_len: int, assumed: MutableM
         out_bias=not gated,
         mlp_bias=not gated,
         latent=latent,
+        gated_attention=arch.get(_GATED, False),
         source="a measured row",
     )
 
@@ -107,15 +114,36 @@ def _with_experts(model: ModelSpec, stated: Mapping[str, Any]) -> ModelSpec:
     return replace(model, ffn=width, shared_ffn=shared * width, kinds=kinds, order=order)
 
 
+def _with_linear(model: ModelSpec, stated: Mapping[str, Any]) -> ModelSpec:
+    """Return a model some layers of which have linear attention, the others evenly between them."""
+    if _OF_LINEAR[0] not in stated:
+        return model
+    total = model.num_layers
+    count = stated.get(_LINEAR_LAYERS, total)
+    require((0 <= count <= total, _LINEAR_LAYERS, f"must be at most {total}, the number of layers, not {count}"))
+    sizes = {column.removeprefix("linear_"): stated[column] for column in _OF_LINEAR}
+    plain = LayerKind(name=_LINEAR, linear=LinearAttention(**sizes))
+    kinds = {kind.name: kind for kind in model.kinds} | {_LINEAR: plain}
+    kinds |= {f"{kind.name}_{_LINEAR}": replace(kind, linear=plain.linear, name=f"{kind.name}_{_LINEAR}")
+              for kind in model.kinds}  # fmt: skip
+    order: list[str] = []
+    for number, name in enumerate(model.layer_order):
+        attends = (number + 1) * (total - count) // total > number * (total - count) // total
+        order.append(name if attends else _LINEAR if name == LAYER else f"{name}_{_LINEAR}")
+    return replace(model, kinds=tuple(kinds[name] for name in kinds if name in order), order=compress(order))
+
+
 def stated_arch(model: ModelSpec) -> dict[str, object]:
     """Return the columns of a model that has no card.
 
-    No column states windows, places of norms, or layers without experts behind others; what is read back lacks these.
+    No column states windows, places of norms, layers without experts behind others, or where layers with linear
+    attention are uneven; what is read back lacks these.
     """
     arch: dict[str, object] = {column: getattr(model, field) for column, field in _FIELDS.items()}
     dense = next((kind for kind in model.kinds if kind.dense_ffn), None)
     if model.num_experts and (dense or model.shared_ffn):
-        first = next((number for number, kind in enumerate(model.layer_order) if kind == LAYER), 0)
+        is_dense = [not model.of_kind(kind).num_experts for kind in model.layer_order]
+        first = is_dense.index(False) if False in is_dense else 0
         arch |= {"ffn": dense.dense_ffn} if dense else {}
         arch |= {"moe_ffn": model.ffn, "shared_experts": model.shared_ffn // model.ffn, "first_dense_layers": first}
     if model.latent:
@@ -123,4 +151,9 @@ def stated_arch(model: ModelSpec) -> dict[str, object]:
         numbers = (latent.query_rank, latent.kv_rank, model.head_dim - latent.rotary_dim, latent.rotary_dim)
         values = dict(zip(_OF_LATENT, (*numbers, latent.value_dim), strict=True))
         arch |= {column: value for column, value in values.items() if value is not None}
+    arch |= {_GATED: True} if model.gated_attention else {}
+    linear = [model.of_kind(kind).linear for kind in model.layer_order]
+    if stated := next((attention for attention in linear if attention), None):
+        arch |= {column: getattr(stated, column.removeprefix("linear_")) for column in _OF_LINEAR}
+        arch[_LINEAR_LAYERS] = sum(attention is not None for attention in linear)
     return arch
