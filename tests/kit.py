@@ -85,6 +85,10 @@ _FAMILIES: Mapping[str, Mapping[str, Any]] = {
         **_LINEAR, "linear_value_head_dim": 4, "num_experts": 4, "num_experts_per_tok": 2,
         "shared_expert_intermediate_size": 40,
     },
+    "olmo_hybrid": {
+        **{key: size for key, size in _LINEAR.items() if key not in ("head_dim", "partial_rotary_factor")},
+        "linear_allow_neg_eigval": True, "linear_key_head_dim": 12,  # transformers writes convolutions of equal thirds
+    },
     "qwen3_5_text": {**_LINEAR},
     "qwen3_5_moe_text": {
         **_LINEAR, "num_experts": 4, "num_experts_per_tok": 2,

@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from autoshard.engine.hf_tables import FUSED, HF_NAMES, Form
+from autoshard.engine.hf_tables import FUSED, HF_NAMES, Form, Names
 from autoshard.engine.patches import Axes, Patch, Row, parts_of
 from autoshard.engine.programs import tied_instances
 from autoshard.errors import InputError, nearest
@@ -49,12 +49,10 @@ class HfNames:
     @classmethod
     def of(cls, family: str, model: ModelSpec, form: Form = "published") -> "HfNames":
         """Return the rows of a ``model_type``'s table for every layer and expert of a model."""
-        family = SAME_CODE.get(family, family)
-        if family not in HF_NAMES:
-            raise InputError.of("model_type", f"{family!r} has no table of names. {nearest(family, list(HF_NAMES))}")
+        table, family = _tables(family), SAME_CODE.get(family, family)
         dims_of, graph = _parameters(model)
         tied = tied_instances(graph)
-        rows = tuple(_expanded(HF_NAMES[family][form], model, dims_of))
+        rows = tuple(_expanded(table[form], model, dims_of))
         missing = sorted(dims_of.keys() - {row.ours for row in rows})
         if missing:
             more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
@@ -68,8 +66,7 @@ class HfNames:
     @classmethod
     def fitting(cls, family: str, model: ModelSpec, names: Collection[str]) -> "HfNames":
         """Return the rows of that form of the table which has most of these Hugging Face names."""
-        forms: tuple[Form, ...] = ("published", "module")
-        tables = [cls.of(family, model, form) for form in forms]
+        tables = [cls.of(family, model, form) for form in _tables(family)]
         return max(tables, key=lambda table: len(table.shapes.keys() & set(names)))
 
     @property
@@ -93,6 +90,14 @@ class HfNames:
             assert held, f"{row.theirs} is nothing but padding"
             patches.setdefault(row.theirs, []).extend(held)
         return patches
+
+
+def _tables(family: str) -> Mapping[Form, Names]:
+    """Return the tables of a ``model_type``, by the form of its names."""
+    family = SAME_CODE.get(family, family)
+    if family not in HF_NAMES:
+        raise InputError.of("model_type", f"{family!r} has no table of names. {nearest(family, list(HF_NAMES))}")
+    return HF_NAMES[family]
 
 
 def further_modules(names: Iterable[str]) -> tuple[str, ...]:

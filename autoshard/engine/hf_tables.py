@@ -3,8 +3,9 @@
 from collections.abc import Mapping
 from typing import Literal
 
-# ``published``: as the files on the Hub are named; ``module``: as transformers 5 names them in a module's state dict.
-Form = Literal["published", "module"]
+# ``published``: as the files on the Hub are named; ``module``: as transformers 5 names them in a module's state dict;
+# ``hub``: as files there are named, where transformers writes other names, which are then those that are published.
+Form = Literal["published", "module", "hub"]
 Names = tuple[tuple[str, str, str], ...]  # their name, its axes, our name; a model has those rows of which it has ours
 
 # What lies together in one tensor, and how many of it.
@@ -106,6 +107,38 @@ _APART: Names = (
     *_linear("linear_attn.in_proj_b", _STATES, "hidden", "write_logit"),
     *_linear("linear_attn.in_proj_a", _STATES, "hidden", "forget_logit"),
 )
+_OLMO_LINEAR: Names = (
+    *_linear("linear_attn.q_proj", "(delta_heads delta_key)", "hidden", "q"),
+    *_linear("linear_attn.k_proj", "(delta_heads delta_key)", "hidden", "k"),
+    *_linear("linear_attn.v_proj", "(delta_heads delta_group delta_value)", "hidden", "v"),
+    *_linear("linear_attn.g_proj", "(delta_heads delta_group delta_value)", "hidden", "o_gate"),
+    *_linear("linear_attn.b_proj", _STATES, "hidden", "write_logit"),
+    *_linear("linear_attn.a_proj", _STATES, "hidden", "forget_logit"),
+    ("linear_attn.A_log", _STATES, "forget.rate"),
+    ("linear_attn.dt_bias", _STATES, "forget.shift"),
+    *_norm("linear_attn.o_norm", "delta_norm", "delta_value"),
+    *_linear("linear_attn.o_proj", "hidden", "(delta_heads delta_group delta_value)", "o"),
+)
+_OLMO_MODULE: Names = (
+    *_OLMO2_ATTENTION,
+    *_norm("input_layernorm", "attn_norm"),
+    *_norm("post_attention_layernorm", "mlp_norm"),
+    *_linear("linear_attn.conv1d", _LINEAR_QKV.replace(")", ") one:0"), "taps", "q_conv", "k_conv", "v_conv"),
+)
+_OLMO_APART: Names = (  # transformers joins them when it loads
+    *_OLMO2_ATTENTION,
+    *_norm("attention_layer_norm", "attn_norm"),
+    *_norm("feedforward_layer_norm", "mlp_norm"),
+    *_linear("linear_attn.q_conv1d", "(delta_heads delta_key) one:0", "taps", "q_conv"),
+    *_linear("linear_attn.k_conv1d", "(delta_heads delta_key) one:0", "taps", "k_conv"),
+    *_linear("linear_attn.v_conv1d", "(delta_heads delta_group delta_value) one:0", "taps", "v_conv"),
+)
+# What transformers 5 writes calls the norm behind attention as that before the MLP of other layers.
+_OLMO_WRITTEN: Names = tuple(
+    (theirs.replace("post_attention_layernorm", "feedforward_layer_norm"), axes, ours)
+    for theirs, axes, ours in _OLMO_APART
+)
+_OLMO_FORMS: Mapping[Form, Names] = {"published": _OLMO_WRITTEN, "module": _OLMO_MODULE, "hub": _OLMO_APART}
 _BY_HEAD: Names = (  # of each head first the query and the key, then values and gates, as many as its states
     *_linear(
         "linear_attn.in_proj_qkvz",
@@ -318,6 +351,10 @@ HF_NAMES: Mapping[str, Mapping[Form, Names]] = {
                 )
             ),
         )
+    },
+    "olmo_hybrid": {
+        form: (*_LLAMA_OUTSIDE, *_under("model.layers.{layer}.", "layer.{layer}.", names + _OLMO_LINEAR + _LLAMA_MLP))
+        for form, names in _OLMO_FORMS.items()
     },
     "gpt2": {"published": _GPT2 + _HEAD, "module": _under("transformer.", "", _GPT2) + _HEAD},
     "gpt_neox": {

@@ -3,7 +3,7 @@
 from autoshard.graph.builder import BlockBuilder
 from autoshard.graph.kinds.delta import CausalConv, Decay, GatedDelta
 from autoshard.graph.kinds.norm import Norm
-from autoshard.graph.kinds.pointwise import Function, Multiply, Unary
+from autoshard.graph.kinds.pointwise import Function, Multiply, ScaleBy, Unary
 from autoshard.graph.mlps import emit_linear
 from autoshard.graph.op import Dims
 from autoshard.spec.model import ModelSpec
@@ -15,19 +15,22 @@ _VALUES: Dims = (*_STATES, "delta_value")
 
 def linear_attention(b: BlockBuilder, model: ModelSpec, x: str) -> str:
     """Write linear attention down; ``x`` is the hidden state behind its norm."""
+    linear = model.linear
+    assert linear, f"{model.name} has no linear attention"
+
+    def product(name: str, dims: Dims) -> str:
+        return emit_linear(b, name, x, dims, ("hidden",), bias=False)
+
     heads = (("q", _KEYS), ("k", _KEYS), ("v", _VALUES))
-    query, key, value = (_convolved(b, model, name, emit_linear(b, name, x, dims, ("hidden",), bias=False), dims)
-                         for name, dims in heads)  # fmt: skip
+    query, key, value = (_convolved(b, model, name, product(name, dims), dims) for name, dims in heads)
     rates = b.weight("forget.rate", *_STATES), b.weight("forget.shift", *_STATES)
-    forget = b.emit("forget", Decay(), emit_linear(b, "forget_logit", x, _STATES, ("hidden",), bias=False), *rates)
-    move = b.emit(
-        "write", Unary(function="sigmoid"), emit_linear(b, "write_logit", x, _STATES, ("hidden",), bias=False)
-    )
+    forget = b.emit("forget", Decay(), product("forget_logit", _STATES), *rates)
+    move = b.emit("write", Unary(function="sigmoid"), product("write_logit", _STATES))
+    if linear.reach != 1:
+        move = b.emit("write_scale", ScaleBy(factor=linear.reach), move)
     read = b.emit("delta", GatedDelta(), query, key, value, forget, move)
-    normed = b.emit(
-        "delta_norm", Norm(function="rms", over="delta_value", eps=model.norm_eps), read,
-        b.weight("delta_norm.weight", "delta_value"),
-    )  # fmt: skip
+    norm = Norm(function="rms", over="delta_value", eps=linear.norm_eps or model.norm_eps)
+    normed = b.emit("delta_norm", norm, read, b.weight("delta_norm.weight", "delta_value"))
     gated = emit_gated(b, normed, x, _VALUES, function="silu")
     result = emit_linear(b, "o", b.deliver_as(gated, "o_in"), ("hidden",), _VALUES, bias=False)
     return b.deliver_as(result, "attn_out")

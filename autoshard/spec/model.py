@@ -38,6 +38,7 @@ class LayerKind:
     rotary_theta: float | None = option(None)  # whose frequencies are not scaled
     positions: Literal["none"] | None = option(None)  # which queries and keys do not say
     linear: LinearAttention | None = option(None)
+    norm_place: Literal["before", "after", "both"] | None = option(None)
     lines: tuple[str, ...] = option(())  # of a layer of a decoder that was read off its code
 
     def __post_init__(self) -> None:
@@ -65,6 +66,7 @@ class LayerKind:
             changes |= {"rotary_theta": self.rotary_theta, "rotary_scaling": None}
         changes |= {"positions": self.positions} if self.positions else {}
         changes |= {"linear": self.linear} if self.linear else {}
+        changes |= {"norm_place": self.norm_place} if self.norm_place else {}
         if model.traced and self.lines:
             changes["traced"] = replace(model.traced, layer=self.lines)
         return replace(model, **changes)

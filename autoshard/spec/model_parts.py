@@ -79,7 +79,8 @@ class LinearAttention:
     """Attention with a state of fixed size in the place of keys and values: Gated DeltaNet (arXiv:2412.06464).
 
     A state belongs to each value head; as many of these share the query and the key of a head. A causal convolution of
-    ``taps`` tokens stands before queries, keys and values.
+    ``taps`` tokens stands before queries, keys and values. At a token a state moves towards the value by a sigmoid
+    times ``reach``, so that it may move beyond. What is read is normed with a ``norm_eps``.
     """
 
     key_heads: int
@@ -87,11 +88,14 @@ class LinearAttention:
     key_dim: int
     value_dim: int
     taps: int
+    reach: float = option(1.0)
+    norm_eps: float | None = option(None)  # None: that of the model
 
     def __post_init__(self) -> None:
         uneven = f"{self.value_heads} value heads cannot share {self.key_heads} key heads evenly"
         require(
             *in_range(self, "key_heads", "value_heads", "key_dim", "value_dim", "taps", low=1, high=MAX_DIM),
+            *in_range(self, "reach", "norm_eps", positive=True),
             (self.key_heads < 1 or self.value_heads % self.key_heads == 0, "value_heads", uneven),
         )
 

@@ -85,6 +85,11 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "experts": EXPERTS,
     "linear attention": {"kinds": (LayerKind(name="linear", linear=LINEAR),), "order": "linear/layer"},
     "linear attention alone, of one head per key": {"linear": replace(LINEAR, value_heads=2)},
+    "linear attention that moves further, behind norms": {
+        "kinds": (LayerKind(name="linear", linear=replace(LINEAR, reach=2.0, norm_eps=1e-3), norm_place="before"),),
+        "order": "linear/layer",
+        "norm_place": "after",
+    },
     "gated attention": {"gated_attention": True, "qk_norm": True},
     "sinks": {"sinks": True},
     "sinks in a window, another scale": {"sinks": True, "window": WINDOW, "query_scalar": 3.0},
@@ -115,7 +120,12 @@ def reduced(model: ModelSpec) -> ModelSpec:
     return replace(
         first,
         kinds=tuple(
-            replace(kind, window=kind.window and WINDOW, dense_ffn=kind.dense_ffn and 40, linear=kind.linear and LINEAR)
+            replace(
+                kind,
+                window=kind.window and WINDOW,
+                dense_ffn=kind.dense_ffn and 40,
+                linear=kind.linear and replace(LINEAR, reach=kind.linear.reach, norm_eps=kind.linear.norm_eps),
+            )
             for kind in first.kinds
         ),
         hidden=16,

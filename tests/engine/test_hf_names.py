@@ -103,6 +103,9 @@ def configs(draw: st.DrawFn) -> Mapping[str, Any]:
         config |= {"linear_value_head_dim": width, "linear_conv_kernel_dim": draw(small)}
         config |= {"linear_key_head_dim": width if family == "qwen3_next" else draw(small)}
         config |= {"partial_rotary_factor": 1.0, "full_attention_interval": draw(st.integers(1, 3))}
+        if family == "olmo_hybrid":  # which has layers of both kinds
+            config |= {"num_hidden_layers": draw(st.integers(2, 4)), "full_attention_interval": draw(st.integers(2, 3))}
+            config.pop("partial_rotary_factor")
     config |= draw(experts(family, config["num_hidden_layers"]))
     flags = FLAGS.get(family, ("tie_word_embeddings",))
     return config | {flag: draw(st.booleans()) for flag in flags}

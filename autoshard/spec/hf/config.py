@@ -8,7 +8,7 @@ from autoshard.spec.hf.fields import ACTIVATIONS, NAMED_FIELDS, UNMODELLED
 from autoshard.spec.hf.layers import has_no_experts, layers_that_differ
 from autoshard.spec.hf.model_type import SHARED_DEFAULTS, ModelType
 from autoshard.spec.hf.reader import ConfigReader, fp8_block
-from autoshard.spec.hf.rotary import rotary_positions
+from autoshard.spec.hf.rotary import rotary_positions, turns_nothing
 from autoshard.spec.hf.types import MODEL_TYPES, SAME_CODE, WITH_TEXT_CONFIG
 from autoshard.spec.model import ModelSpec
 from autoshard.spec.model_parts import LatentAttention, Router
@@ -63,6 +63,8 @@ def _spec_of_text(config: Mapping[str, object], name: str, source: str) -> Model
     }
     traits |= {} if traits["hidden_dropout"] else {"drops_embeddings": True}  # where nothing is dropped
     traits |= _experts(reader, kind, traits["ffn"])
+    if turns_nothing(reader, kind):
+        traits["positions"] = "none"
     if traits["positions"] == "rotary":
         traits |= rotary_positions(reader, kind, traits["max_positions"], traits["head_dim"])
     traits |= _score_scale(reader, kind, traits["head_dim"])

@@ -11,6 +11,7 @@ from autoshard.spec.model_parts import LinearAttention
 from autoshard.spec.repeats import compress
 
 _LINEAR_HEADS = "linear_num_key_heads"
+_BEYOND, _OLMO_EPS = "linear_allow_neg_eigval", 1e-5  # cited: OlmoHybridGatedDeltaNet of transformers norms with this
 
 
 def layers_that_differ(reader: ConfigReader, kind: ModelType, traits: Mapping[str, Any]) -> dict[str, Any]:
@@ -23,7 +24,7 @@ def layers_that_differ(reader: ConfigReader, kind: ModelType, traits: Mapping[st
     theta = local_rotary_theta(reader) if kind.rotary_of_windows else None
     if theta == traits.get("rotary_theta") and traits.get("rotary_scaling") is None:
         theta = None  # the same as in the other layers
-    linear, linear_layers = _linear_attention(reader, kind), _linear_layers(reader, kind, num_layers)
+    linear, linear_layers = _linear_attention(reader, kind, traits), _linear_layers(reader, kind, num_layers)
     unrotated = _unrotated_layers(reader, kind, [window is None or is_local for is_local in local])
     names = [
         ("dense",) * is_dense
@@ -41,6 +42,7 @@ def layers_that_differ(reader: ConfigReader, kind: ModelType, traits: Mapping[st
                 rotary_theta=theta if "local" in name else None,
                 positions="none" if "unrotated" in name else None,
                 linear=linear if "linear" in name else None,
+                norm_place="before" if "linear" in name and traits.get("norm_place") else None,
             )
         )
         for name in dict.fromkeys(names)
@@ -54,30 +56,40 @@ def layers_that_differ(reader: ConfigReader, kind: ModelType, traits: Mapping[st
     return differing | ({"rotary_theta": theta, "rotary_scaling": None} if differing["window"] and theta else {})
 
 
-def _linear_attention(reader: ConfigReader, kind: ModelType) -> LinearAttention | None:
+def _linear_attention(reader: ConfigReader, kind: ModelType, traits: Mapping[str, Any]) -> LinearAttention | None:
     """Return the linear attention of a type that has some."""
     if _LINEAR_HEADS not in kind.defaults:
         return None
     names = ("linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim")
-    key_heads, (value_heads, key_dim, value_dim, taps) = reader.whole(_LINEAR_HEADS), map(reader.whole, names)
+    heads = traits["num_heads"]
+    key_heads, value_heads, key_dim, value_dim, taps = map(reader.whole_or_null, (_LINEAR_HEADS, *names))
+    key_heads, value_heads = key_heads or heads, value_heads or heads
+    key_dim = key_dim or max(1, int(0.75 * traits["hidden"] / key_heads))  # as OLMo Hybrid leaves them out
+    value_dim = value_dim or 2 * key_dim
     message = f"must be linear_value_head_dim, {value_dim}: files with other keys are not read"
     reader.check(lambda: not kind.equal_heads or key_dim == value_dim, names[1:3], message)
-    return reader.made(
-        lambda: LinearAttention(
-            key_heads=key_heads, value_heads=value_heads, key_dim=key_dim, value_dim=value_dim, taps=taps
-        )
-    )
+    sizes = {"key_heads": key_heads, "value_heads": value_heads, "key_dim": key_dim, "value_dim": value_dim}
+    options: dict[str, Any] = {}
+    if _BEYOND in kind.defaults:
+        options = {"reach": 2.0 if reader.read(bool, _BEYOND) else 1.0, "norm_eps": _OLMO_EPS}
+    return reader.made(lambda: LinearAttention(**sizes, taps=taps or 1, **options))
 
 
 def _linear_layers(reader: ConfigReader, kind: ModelType, num_layers: int) -> list[bool]:
     """Say which layers have linear attention in the place of attention."""
     if _LINEAR_HEADS not in kind.defaults:
         return [False] * num_layers
+    fields, of_olmo = ("layer_types", "full_attention_interval", "num_hidden_layers"), _BEYOND in kind.defaults
     if reader.data.get("layer_types") is None:
         period = reader.whole("full_attention_interval")
-        return [(number + 1) % period != 0 for number in range(num_layers)]
-    words = {"full_attention": False, "linear_attention": True}
-    return _by_words(reader, words, num_layers) or [False] * num_layers
+        linear = [(number + 1) % period != 0 for number in range(num_layers)]
+        linear[-1] &= not (of_olmo and all(linear))
+    else:
+        words = {"full_attention": False, "linear_attention": True}
+        linear = _by_words(reader, words, num_layers) or [False, True]
+    message = f"{kind.architecture} has layers of both kinds: full_attention and linear_attention"
+    reader.check(lambda: not of_olmo or len({*linear}) > 1, fields, message)
+    return linear if len(linear) == num_layers else [False] * num_layers
 
 
 def _by_words(reader: ConfigReader, words: Mapping[str, bool], num_layers: int) -> list[bool]:
@@ -130,7 +142,7 @@ def _unrotated_layers(reader: ConfigReader, kind: ModelType, in_window: Sequence
     num_layers = len(in_window)
     if kind.unrotated == "beyond the window":
         return [not is_inside for is_inside in in_window]
-    if kind.unrotated == "none":
+    if kind.unrotated in ("none", "without theta"):
         return [False] * num_layers
     turned = reader.whole_numbers("no_rope_layers")  # 1 where layers do turn them
     if not turned:

@@ -13,8 +13,9 @@ RouterCode = Literal["chosen", "softmax", "groups", "corrected", "corrected soft
 Window = Literal[
     "none", "all layers", "all layers if used", "some layers", "last layers", "pattern", "by turns", "turns if used"
 ]
-# Which layers turn no queries and keys: those of no_rope_layers, or those that attend to all tokens beside a window.
-Unrotated = Literal["none", "listed", "beyond the window"]
+# Which layers turn no queries and keys: those of no_rope_layers, those that attend to all tokens beside a window, or
+# all where rope_theta is null.
+Unrotated = Literal["none", "listed", "beyond the window", "without theta"]
 # Config fields that are true or false, and the fields of ModelSpec that they set.
 FLAGS: Mapping[str, tuple[str, ...]] = {
     "attention_bias": ("qkv_bias", "out_bias"),

@@ -56,6 +56,12 @@ def rotary_positions(reader: ConfigReader, kind: ModelType, max_positions: int, 
     return {"rotary_theta": theta, "rotary_fraction": fraction, "rotary_scaling": scaling}
 
 
+def turns_nothing(reader: ConfigReader, kind: ModelType) -> bool:
+    """Say whether a config turns no queries and keys at all: it states the base of its angles, and that is null."""
+    stated = _object(reader, "rope_parameters")
+    return kind.unrotated == "without theta" and "rope_theta" in stated and stated["rope_theta"] is None
+
+
 def _check_growth(reader: ConfigReader, group: ConfigReader, field: str) -> None:
     """Refuse queries that grow with their position, which those of an original context do not."""
     growth, context = group.data.get(_GROWTH), group.data.get("original_max_position_embeddings", "16384")

@@ -123,6 +123,16 @@ MODEL_TYPES: Mapping[str, ModelType] = {
         router="softmax",
         equal_heads=True,
     ),
+    "olmo_hybrid": ModelType(
+        architecture="OlmoHybridForCausalLM",
+        fixed={"qk_norm": True, "qk_norm_over": "all heads", "norm_place": "after"},
+        defaults={
+            "linear_num_key_heads": None, "linear_num_value_heads": None, "linear_key_head_dim": None,
+            "linear_value_head_dim": None, "linear_conv_kernel_dim": 4, "linear_allow_neg_eigval": True,
+            "full_attention_interval": 4, "max_position_embeddings": 65536, "attention_bias": False,
+        },
+        unrotated="without theta",
+    ),
     "qwen3_5_text": ModelType(
         architecture="Qwen3_5ForCausalLM",
         fixed=_GATED_ATTENTION,

@@ -66,6 +66,7 @@ def config_of(model: ModelSpec) -> Mapping[str, Any]:
 
 def _written(model: ModelSpec, name: str, kind: ModelType) -> Mapping[str, Any]:
     dense = {"first_k_dense_replace", "moe_layer_interval"} & kind.defaults.keys() and not model.num_experts
+    nowhere = model.positions == "none" and kind.unrotated == "without theta"
     fields: dict[str, Any] = {
         "num_hidden_layers": model.num_layers,
         "hidden_size": model.hidden,
@@ -90,7 +91,7 @@ def _written(model: ModelSpec, name: str, kind: ModelType) -> Mapping[str, Any]:
     if name == "starcoder2" and model.hidden_dropout:
         fields["embedding_dropout"] = model.hidden_dropout
     if kind.fixed.get("positions", "rotary") == "rotary":
-        fields |= _rotary(model, kind)
+        fields |= _without_theta() if nowhere else _rotary(model, kind)
     if model.num_experts:
         fields |= {"num_local_experts": model.num_experts, "num_experts_per_tok": model.experts_per_token}
         fields |= {option: stated for option, stated in _router(model, kind).items() if option in kind.defaults}
@@ -193,19 +194,25 @@ def _unrotated(model: ModelSpec, kind: ModelType) -> Mapping[str, Any]:
     return {"sliding_window": window} if kind.unrotated == "beyond the window" else {}
 
 
+def _without_theta() -> Mapping[str, Any]:
+    return {"rope_parameters": {"rope_type": "default", "rope_theta": None}}
+
+
 def _linear(model: ModelSpec, kind: ModelType) -> Mapping[str, Any]:
     """Write linear attention, and which layers have it."""
     each_kind = [model.of_kind(name).linear for name in model.layer_order]
     linear = next((attention for attention in each_kind if attention), None)
     if "linear_num_key_heads" not in kind.defaults:
         return {}
-    sizes = {
+    sizes: dict[str, Any] = {
         "linear_num_key_heads": linear.key_heads,
         "linear_num_value_heads": linear.value_heads,
         "linear_key_head_dim": linear.key_dim,
         "linear_value_head_dim": linear.value_dim,
         "linear_conv_kernel_dim": linear.taps,
     } if linear else {}  # fmt: skip
+    if "linear_allow_neg_eigval" in kind.defaults and linear:
+        sizes["linear_allow_neg_eigval"] = linear.reach != 1
     words = ["linear_attention" if attention else "full_attention" for attention in each_kind]
     return {**sizes, "layer_types": words}
 

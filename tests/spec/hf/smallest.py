@@ -38,6 +38,7 @@ SMALLEST: dict[str, dict[str, Any]] = {
         "num_experts": 16,
     },
     "qwen3_5_text": SIZES,
+    "olmo_hybrid": SIZES,
     "qwen3_5_moe_text": {
         **{key: size for key, size in SIZES.items() if key != "intermediate_size"},
         "moe_intermediate_size": 176,

@@ -15,7 +15,7 @@ from autoshard.spec.hf.fields import ACTIVATIONS, ALIASES
 from autoshard.spec.hf.types import MODEL_TYPES
 from autoshard.spec.hf.writing import config_of
 from autoshard.spec.kernels import load_kernels
-from autoshard.spec.model_parts import Router
+from autoshard.spec.model_parts import LinearAttention, Router
 from autoshard.spec.workload import Precision, Workload
 from tests.spec.hf.smallest import SMALLEST, faults, read, refused
 
@@ -294,3 +294,40 @@ def test_exaone_turns_queries_and_keys_within_its_window_alone():
 def test_seed_oss_states_the_bias_behind_attention_alone(out: bool):
     model = read("seed_oss", attention_out_bias=out)
     assert (model.qkv_bias, model.out_bias, model.mlp_bias) == (True, out, False)
+
+
+def test_linear_attention_lies_in_the_layers_that_a_config_names() -> None:
+    sizes = {"hidden_size": 64, "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_conv_kernel_dim": 3}
+    model = read("qwen3_5_text", **sizes, linear_key_head_dim=8, linear_value_head_dim=6, full_attention_interval=2)
+    assert model.order == "linear/layer/linear"
+    assert model.of_kind("linear").linear == LinearAttention(key_heads=2, value_heads=4, key_dim=8, value_dim=6, taps=3)
+    assert (model.linear, model.gated_attention, model.norm_offset, model.rotary_dims) == (None, True, 1.0, 64)
+    everywhere = read("qwen3_5_text", layer_types=["linear_attention"] * 3)
+    assert everywhere.order == "linear*3" and everywhere.has_linear_layers
+    dense = read("qwen3_next", mlp_only_layers=[0], intermediate_size=96)
+    assert dense.order == "dense_linear/linear*2" and dense.of_kind("dense_linear").ffn == 96
+    for spec in (model, everywhere, dense):
+        assert spec_from_config(config_of(spec), name=spec.name, source=spec.source) == spec
+
+
+def test_olmo_hybrid_has_norms_before_linear_attention_and_behind_attention() -> None:
+    model = read("olmo_hybrid")
+    linear = model.of_kind("linear")
+    assert (model.order, model.norm_place, linear.norm_place) == ("linear*2/layer", "after", "before")
+    assert linear.linear == LinearAttention(
+        key_heads=4, value_heads=4, key_dim=12, value_dim=24, taps=4, reach=2.0, norm_eps=1e-5
+    )
+    near = read("olmo_hybrid", linear_allow_neg_eigval=False, rope_parameters={"rope_theta": None})
+    assert near.of_kind("linear").linear == replace(linear.linear, reach=1.0) and near.positions == "none"
+    for spec in (model, near):
+        assert spec_from_config(config_of(spec), name=spec.name, source=spec.source) == spec
+
+
+def test_linear_attention_that_no_class_has_is_refused() -> None:
+    assert refused("olmo_hybrid", layer_types=["full_attention"] * 3) == ["layer_types"]
+    assert refused("qwen3_5_text", layer_types=["linear_attention", "sliding_attention", "full_attention"]) == [
+        "layer_types"
+    ]
+    assert refused("qwen3_next", linear_key_head_dim=64, linear_value_head_dim=128) == ["linear_key_head_dim"]
+    assert refused("qwen3_5_text", linear_num_value_heads=3, linear_num_key_heads=2) == ["linear_num_value_heads"]
+    assert refused("llama", layer_types=["linear_attention"] * 3) == ["layer_types"]
