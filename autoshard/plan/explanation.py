@@ -36,7 +36,7 @@ class Certificate:
     num_open: int = 0  # that may be better by their bound, and were left when the search ended
     num_left: int = 0  # of which nothing is known, because the search was stopped before
     num_tables: int = 0
-    num_changes: int = 0  # of the best plan, which a local search has priced without any bounds
+    num_changes: int = 0  # of the best plans, which a local search has priced without any bounds
     gained: float = 0.0  # by how much the best of them was faster, as a share; it is the best plan then
     value: float = math.inf  # of the answer, in units of the objective; infinite where there is none
     bound: float = math.inf  # nothing that was left open can be less
@@ -72,8 +72,8 @@ class Certificate:
         """Say what a local search around the best plan has found; nothing where there was none."""
         if not self.num_changes:
             return ""
-        gain = f"made it {format_at_most(self.gained)} faster" if self.gained > 0 else "gained nothing"
-        return f"{counted(self.num_changes, 'change', form=',')} of the best plan {gain}"
+        gain = f"gained {format_at_most(self.gained)}" if self.gained > 0 else "gained nothing"
+        return f"{counted(self.num_changes, 'change', form=',')} of the best plans {gain}"
 
     @property
     def changes_in_short(self) -> str:

@@ -41,8 +41,8 @@ class Effort:
     most_idle: float = 32  # groups of points that are solved without a better answer, where they cannot raise the bound
     exhaustive: bool = False  # no point is left out because of its bound
     at_once: bool = False  # a plain plan is made before all else, in case the search is stopped
-    hunts: bool = False  # for changes of the best plan, also where no simple plan is asked for
-    most_changes: int = 5_000  # of the best plan that a local search tries, and the seconds that it may take
+    hunts: bool = False  # for changes of the best plans, also where no simple plan is asked for
+    most_changes: int = 5_000  # of each of the best plans that a local search tries, and the seconds that it may take
     changes_s: float = 0.4
 
 

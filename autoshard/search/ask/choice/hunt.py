@@ -1,4 +1,4 @@
-"""An independent look around the best plan: changes of all keys of it, each priced as ``--at`` prices it.
+"""An independent look around the best plans: changes of their keys, each priced as ``--at`` prices it.
 
 It knows no bounds. What it finds says how much of the gap of a certificate may be real; a better plan takes the place
 of the best.
@@ -18,7 +18,9 @@ from autoshard.search.ask.choice.changes import improved
 from autoshard.search.ask.choice.searched import EngineResult
 from autoshard.search.bound.legal_space import VARIANT_KEYS, RunVariant
 from autoshard.search.bound.points import Points, Solution
+from autoshard.search.bound.pool import Pool
 
+_RIVALS, _CLOSE = 6, 1.03  # layouts that are changed as well, and how many times as slow as the best they may be
 _SIZES = 8  # other sizes of the best layout that are priced, the nearest first
 _KEYS = tuple(key for key in VARIANT_KEYS if key not in ("sp", "vp", "stages"))
 _AXES = ("tp", "pp", "cp", "dp")
@@ -28,20 +30,24 @@ _Part = tuple[RunVariant, Ints]  # a variant, and which of its rows
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hunt:
-    """What came of changes of the best plan: by which share of its time they gained, and how many were priced."""
+    """What came of changes of the best plans: by which share of its time they gained, and how many were priced."""
 
     gained: float
     num_changes: int
 
 
 def hunted(result: EngineResult, best: Solution) -> Hunt:
-    """Change the layers and the recompute of a solution, and all of its other keys one at a time.
+    """Change the layers and the recompute of a solution and of those close to it, and its other keys one at a time.
 
     The pool keeps the best solution that they lead to, and gives its layout a cutting of its own.
     """
     pool, effort = result.pool, result.request.effort
     assert pool, "a solution is of a pool"
     solution, num_changes = improved(best, pool.goal, effort.most_changes, effort.changes_s)
+    for rival in _rivals(pool, best) if effort.most_changes else ():
+        pool.between()
+        changed, count = improved(rival, pool.goal, effort.most_changes, effort.changes_s)
+        solution, num_changes = min(solution, changed, key=_value), num_changes + count
     for points in _near(result, best) if effort.most_changes else ():
         pool.between()
         filling = points.evenly_solved(pool.goal)
@@ -59,6 +65,20 @@ def hunted(result: EngineResult, best: Solution) -> Hunt:
         pool.keep(solution)
         pool.settled(solution)
     return Hunt(gained=1 - pool.solutions[0].value / best.value, num_changes=num_changes)
+
+
+def _value(solution: Solution) -> float:
+    return solution.value
+
+
+def _rivals(pool: Pool, best: Solution) -> list[Solution]:
+    """Return the next solutions that are close to the best and have stages, so that other splits may make them faster.
+
+    Where layers differ, or stages are many, a search tries splits that are nearly even.
+    """
+    close = [solution for solution in pool.solutions if solution.value <= _CLOSE * best.value]
+    several = [solution for solution in close if solution.point.blocks.schedule.num_stages > 1]
+    return [solution for solution in several if solution.layout != best.layout][:_RIVALS]
 
 
 def _near(result: EngineResult, best: Solution) -> Iterator[Points]:
