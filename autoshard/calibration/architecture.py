@@ -1,7 +1,7 @@
 """The columns in which measured rows state an architecture: read as a model, and written from one."""
 
 from collections.abc import Mapping, MutableMapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 from autoshard.errors import Fault, InputError, require
@@ -21,7 +21,7 @@ _OF_EXPERTS = ("moe_ffn", "shared_experts", "first_dense_layers")
 # without and with positions, and those of a value.
 _OF_LATENT = ("q_lora", "kv_lora", "qk_nope", "qk_rope", "v_head")
 # Of linear attention: how many layers have it, between which the others lie evenly; its sizes; the gates of the others.
-_OF_LINEAR = tuple(f"linear_{size.name}" for size in fields(LinearAttention))
+_OF_LINEAR = tuple(f"linear_{size}" for size in ("key_heads", "value_heads", "key_dim", "value_dim", "taps"))
 _LINEAR_LAYERS, _GATED = "linear_layers", "gated_attention"
 ARCH = (*_FIELDS, *_OF_EXPERTS, *_OF_LATENT, _LINEAR_LAYERS, *_OF_LINEAR, _GATED)
 _FFN_STEP = 256  # gated models round 8/3 of the hidden size up to a multiple of this: meta-llama/llama model.py
