@@ -79,7 +79,7 @@ def _model_of(run: ImportedRun, facts: Mapping[str, Any], typed: str | None) -> 
         return spec, f"as typed{f', though the file says {against}' if against else ''}"
     if unmodelled := facts.get("unmodelled"):
         keys = ", ".join(unmodelled)
-        raise InputError.of("--model", f"missing: autoshard does not model {keys} of this file. Type the nearest card")
+        raise InputError.of("--model", f"missing: imports do not read {keys} of this file. Type the nearest card")
     names = _names(facts, run)
     for name in names:
         if spec := _named(name):

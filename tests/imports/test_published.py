@@ -106,7 +106,11 @@ def test_the_recipes_of_aws_give_the_recorded_layouts(tmp_path: Path, recipe: Aw
         ("empty.sh", "x --num-layers 4 --pipeline-model-parallel-layout 'Ett|tt||L'\n",
          "empty.sh: pipeline_model_parallel_layout: stage 3 has no layer"),
         ("model.json", '{"train_batch_size": 8}', "--model: missing: the file names none"),
-        ("hybrid.sh", "x --num-layers 4 --hybrid-layer-pattern M*4\n", "does not model hybrid_layer_pattern"),
+        ("hybrid.sh", "x --num-layers 4 --hybrid-layer-pattern M*4\n", "do not read hybrid_layer_pattern"),
+        (
+            "gated.sh", "x --num-layers 4 --hidden-size 64 --attention-output-gate --linear-attention-freq 4\n",
+            "do not read attention_output_gate, linear_attention_freq",
+        ),
         ("sizes.yaml", "zero1: true\nnum_layers: 32\nhidden_size: 4096\n", "--model: missing: the sizes in the file"),
     ],
 )  # fmt: skip

@@ -79,8 +79,12 @@ MODEL = (
 )  # fmt: skip
 
 
-# What makes of a decoder another one than autoshard models: a gate of shared experts, layers of another family.
-_OTHER_MODELS = ("moe_shared_expert_gate", "hybrid_layer_pattern", "hybrid_override_pattern", "spec")
+# What makes of a decoder another one than these keys say: gates of shared experts or of attention, linear attention,
+# layers of another family.
+_OTHER_MODELS = (
+    "moe_shared_expert_gate", "attention_output_gate", "linear_attention_freq", "experimental_attention_variant",
+    "hybrid_layer_pattern", "hybrid_override_pattern", "spec",
+)  # fmt: skip
 
 
 def _unmodelled(keys: Keys) -> Facts:
